@@ -1,0 +1,33 @@
+"""Held-out success of the newest policy in a workdir, with its confidence interval.
+
+python -m launch.evaluate --config=configs/calculator.py --workdir=runs/calculator [--phase=sft]
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from absl import flags, logging
+
+from launch import _flags
+from sao_jax.config import RunConfig
+from sao_jax.training import evaluation, phases, setup
+
+_PHASE = flags.DEFINE_enum("phase", "", ["", "sft", "train"], "Whose policy; by default the newest.")
+
+
+def main(config: RunConfig, workdir: str) -> None:
+  """Logs the result and writes it to `workdir/evaluation_<phase>.json`."""
+  learner = setup.make_learner(config)
+  params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
+  publish = setup.make_publisher(learner, setup.place(config).sampler)
+  result = evaluation.evaluate(config, publish(params), version)
+  logging.info("%s, version %d: held-out success %s", phase, version, result.success)
+  record = {"phase": phase, "policy_version": version} | result.metrics()
+  path = pathlib.Path(workdir) / f"evaluation_{phase}.json"
+  path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+  _flags.run(main)

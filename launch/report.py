@@ -1,0 +1,23 @@
+"""Draws the curves of a run and one HTML page with them and three of its episodes.
+
+python -m launch.report --config=configs/calculator.py --workdir=runs/calculator
+"""
+
+from __future__ import annotations
+
+from absl import logging
+
+from launch import _flags
+from sao_jax.config import RunConfig
+from sao_jax.training.report import write_report
+
+
+def main(config: RunConfig, workdir: str) -> None:
+  """Writes `workdir/report/`."""
+  del config
+  page, *_ = write_report(workdir)
+  logging.info("The report is %s", page.absolute())
+
+
+if __name__ == "__main__":
+  _flags.run(main)

@@ -1,0 +1,47 @@
+"""Prints one held-out episode of the newest policy: what it said, and, marked, what the environment answered.
+
+python -m launch.sample --config=configs/calculator.py --workdir=runs/calculator [--prompt=3] [--phase=sft]
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import rich.console
+import rich.text
+from absl import flags
+
+from launch import _flags
+from sao_jax.config import RunConfig
+from sao_jax.training import episodes, phases, sampling, setup
+
+_PHASE = flags.DEFINE_enum("phase", "", ["", "sft", "train"], "Whose policy; by default the newest.")
+_PROMPT = flags.DEFINE_integer("prompt", 0, "Which held-out prompt.", lower_bound=0)
+_TEMPERATURE = flags.DEFINE_float(
+  "temperature", 1.0, "Sampling temperature; 0 takes the most likely token.", lower_bound=0
+)
+
+STYLES = {"prompt": "cyan", "action": "bold green", "observation": "yellow"}
+
+
+def main(config: RunConfig, workdir: str) -> None:
+  """Runs one episode and prints it."""
+  learner = setup.make_learner(config)
+  params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
+  tokenizer = config.environment.tokenizer()
+  prompt = config.environment.prompts(tokenizer, "heldout", config.evaluation.seed)[_PROMPT.value]
+  params = setup.make_publisher(learner, setup.place(config).sampler)(params)
+  with sampling.make_service(config, params, seed=config.training.seed, version=version) as service:
+    trajectories, failures = episodes.run_episodes(config, service, [prompt], temperature=_TEMPERATURE.value)
+  if failures:
+    raise failures[0]
+  (trajectory,) = trajectories
+  console = rich.console.Console()
+  console.print(f"{phase}, policy version {version}, held-out prompt {_PROMPT.value}")
+  for kind, text in episodes.episode_segments(trajectory, tokenizer):
+    console.print(rich.text.Text(f"{kind:>11} | {text}", style=STYLES[kind]))
+  console.print(f"{trajectory.status.value}, reward {trajectory.reward:g}, {trajectory.num_sampled} sampled tokens")
+
+
+if __name__ == "__main__":
+  _flags.run(main)

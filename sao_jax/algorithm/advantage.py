@@ -1,0 +1,144 @@
+"""Token-level GAE that skips observations, its targets, and whitening (arXiv 2607.07508, eq. 4-5).
+
+Maths on one row [T], batched by `jax.vmap`. Everything is token-aligned: values[t] = V(state before token t). The
+sampled tokens of a trajectory are numbered 0 ... n-1 across the observations between them, and
+
+    G_k = r_k + γ ((1 - λ) V_{k+1} + λ G_{k+1})          G_n = V_n = bootstrap value, 0 at a true end
+    A_k = G_k - V_k
+
+which is δ_k + γ λ A_{k+1} with δ_k = r_k + γ V_{k+1} - V_k, summed differently: here 1 - λ enters as itself, so it can
+be given exactly as 1 / (α n); and for γ = λ = 1 the target G_k is exactly R, whatever the values are.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sao_jax.algorithm import scans
+from sao_jax.algorithm.reductions import masked_mean_and_std
+
+
+def one_minus_lambda(num_sampled_tokens: Int[Array, "*shape"], alpha: float = 1.5) -> Float[Array, "*shape"]:
+  """1 - λ = 1 / (α n), without the cancellation of forming λ first. n = 0 counts as 1."""
+  return 1.0 / (alpha * jnp.maximum(jnp.asarray(num_sampled_tokens, jnp.float32), 1.0))
+
+
+def length_adaptive_lambda(num_sampled_tokens: Int[Array, "*shape"], alpha: float = 1.5) -> Float[Array, "*shape"]:
+  """λ = 1 - 1 / (α n). n counts *sampled* tokens, not the length of the response. fp32."""
+  return 1.0 - one_minus_lambda(num_sampled_tokens, alpha)
+
+
+def place_terminal_reward(reward: Float[Array, ""] | float, action_mask: Bool[Array, "T"]) -> Float[Array, "T"]:
+  """One trajectory's reward on its last *sampled* token, 0 elsewhere; all 0 without a sampled token. fp32."""
+  action_mask = jnp.asarray(action_mask, jnp.bool_)
+  last = scans.last_sampled(action_mask, jnp.ones(action_mask.shape, jnp.int32))
+  return jnp.where(last, jnp.asarray(reward, jnp.float32), 0.0)
+
+
+def packed_returns(
+  rewards: Float[Array, "T"],
+  values: Float[Array, "T"],
+  action_mask: Bool[Array, "T"],
+  segment_ids: Int[Array, "T"],
+  *,
+  one_minus_lam: Float[Array, "T"],
+  gamma: float = 1.0,
+  bootstrap_values: Float[Array, "T"] | None = None,
+) -> Float[Array, "T"]:
+  """λ-returns G of the trajectories of one packed row. fp32, 0 where not sampled.
+
+  Args:
+    rewards: per token; only those of sampled tokens are read.
+    values: V of the state before each token; only those of sampled tokens are read.
+    action_mask: True on sampled tokens.
+    segment_ids: which trajectory a token belongs to; 0 on padding.
+    one_minus_lam: 1 - λ of the token's trajectory, see `one_minus_lambda`.
+    gamma: static discount per sampled token.
+    bootstrap_values: V behind the end of the token's trajectory; None: all trajectories truly end.
+  """
+  chex.assert_rank(action_mask, 1)
+  chex.assert_equal_shape([rewards, values, action_mask, segment_ids, one_minus_lam])
+  rewards, values, one_minus_lam = (jnp.asarray(x, jnp.float32) for x in (rewards, values, one_minus_lam))
+  end_values = jnp.zeros_like(values) if bootstrap_values is None else jnp.asarray(bootstrap_values, jnp.float32)
+
+  last = scans.last_sampled(action_mask, segment_ids)
+  decay_complement = (1.0 - gamma) + gamma * one_minus_lam  # 1 - γ λ
+  middle = rewards + gamma * one_minus_lam * scans.next_sampled(values, action_mask)
+  final = rewards + gamma * end_values
+  complement = jnp.where(action_mask, jnp.where(last, 1.0, decay_complement), 0.0)
+  offset = jnp.where(action_mask, jnp.where(last, final, middle), 0.0)
+  return jnp.where(action_mask, scans.affine_scan(complement, offset, reverse=True), 0.0)
+
+
+def packed_gae(
+  rewards: Float[Array, "T"],
+  values: Float[Array, "T"],
+  action_mask: Bool[Array, "T"],
+  segment_ids: Int[Array, "T"],
+  *,
+  one_minus_lam: Float[Array, "T"],
+  gamma: float = 1.0,
+  bootstrap_values: Float[Array, "T"] | None = None,
+) -> Float[Array, "T"]:
+  """Advantages A = G - V of the trajectories of one packed row, 0 where not sampled; see `packed_returns`."""
+  returns = packed_returns(
+    rewards,
+    values,
+    action_mask,
+    segment_ids,
+    one_minus_lam=one_minus_lam,
+    gamma=gamma,
+    bootstrap_values=bootstrap_values,
+  )
+  return jnp.where(action_mask, returns - jnp.asarray(values, jnp.float32), 0.0)
+
+
+def skip_observation_gae(
+  rewards: Float[Array, "T"],
+  values: Float[Array, "T"],
+  action_mask: Bool[Array, "T"],
+  *,
+  lam: Float[Array, ""] | float,
+  gamma: float = 1.0,
+  bootstrap_value: Float[Array, ""] | float = 0.0,
+) -> Float[Array, "T"]:
+  """Advantages of one trajectory, arXiv 2607.07508, eq. 4-5.
+
+  Args:
+    rewards: per token, read on sampled tokens; for a terminal reward see `place_terminal_reward`.
+    values: V of the state before each token, read on sampled tokens; what stands on observations does not matter.
+    action_mask: True on sampled tokens.
+    lam: λ of this trajectory. 1 - λ is formed in the precision that λ has (a Python float is double); the train step
+      avoids even that, see `packed_gae`.
+    gamma: static discount per sampled token.
+    bootstrap_value: V(s_n) of a trajectory that was cut; 0 at a true end.
+
+  Returns:
+    Advantages [T], fp32, 0 where not sampled.
+  """
+  action_mask = jnp.asarray(action_mask, jnp.bool_)
+  chex.assert_rank(action_mask, 1)
+  chex.assert_shape([rewards, values], action_mask.shape)
+  full = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.float32), action_mask.shape)
+  return packed_gae(
+    jnp.asarray(rewards, jnp.float32),
+    jnp.asarray(values, jnp.float32),
+    action_mask,
+    jnp.ones(action_mask.shape, jnp.int32),
+    one_minus_lam=full(1.0 - lam),
+    gamma=gamma,
+    bootstrap_values=full(bootstrap_value),
+  )
+
+
+def masked_whiten(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
+  """(x - mean) / std over the True entries (population std); masked entries are 0.
+
+  A single entry and constant entries give 0, never NaN.
+  """
+  mask = jnp.asarray(mask, jnp.bool_)
+  mean, std = masked_mean_and_std(x, mask)
+  scale = jnp.where(std == 0.0, 0.0, 1.0 / jnp.where(std == 0.0, 1.0, std))
+  return jnp.where(mask, (jnp.asarray(x, jnp.float32) - mean) * scale, 0.0)

@@ -1,0 +1,93 @@
+"""What the train step reports about a batch. Every figure is over the sampled tokens of the global batch.
+
+NaN means "undefined" (no token to average over, returns without variance), never ±inf.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sao_jax.algorithm.reductions import masked_count, masked_mean, masked_mean_and_std, masked_sum
+
+RATIO_QUANTILES = {"p01": 0.01, "p05": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
+
+
+def explained_variance(
+  values: Float[Array, "*tokens"], returns: Float[Array, "*tokens"], action_mask: Bool[Array, "*tokens"]
+) -> Float[Array, ""]:
+  """EV = 1 - Var(R - V) / Var(R); NaN where all returns are equal (to fp32 rounding) or nothing is sampled."""
+  action_mask = jnp.asarray(action_mask, jnp.bool_)
+  returns = jnp.asarray(returns, jnp.float32)
+  _, residual = masked_mean_and_std(returns - jnp.asarray(values, jnp.float32), action_mask)
+  _, spread = masked_mean_and_std(returns, action_mask)
+  return jnp.where(spread > 0.0, 1.0 - jnp.square(residual / jnp.where(spread > 0.0, spread, 1.0)), jnp.nan)
+
+
+def effective_sample_size(weights: Float[Array, "*tokens"], action_mask: Bool[Array, "*tokens"]) -> Float[Array, ""]:
+  """ESS/n = (Σw)² / (n Σw²) in [0, 1], n counting rejected tokens (w = 0) too; NaN if nothing is sampled.
+
+  Everything rejected gives 0.
+  """
+  weights = jnp.where(action_mask, jnp.asarray(weights, jnp.float32), 0.0)
+  scaled = weights / jnp.maximum(jnp.max(weights, initial=0.0), jnp.finfo(jnp.float32).tiny)
+  squares = jnp.sum(jnp.square(scaled))
+  return jnp.square(jnp.sum(scaled)) / (masked_count(action_mask) * jnp.where(squares > 0.0, squares, 1.0))
+
+
+def ratio_quantiles(
+  log_ratio: Float[Array, "*tokens"], action_mask: Bool[Array, "*tokens"]
+) -> dict[str, Float[Array, ""]]:
+  """Quantiles of the importance ratio ρ, {"ratio_p01": ..., ...}: the smallest ρ that at least that share is <= to.
+
+  Saturates at exp(±80), which fp32 can hold; NaN if nothing is sampled.
+  """
+  count = jnp.sum(action_mask, dtype=jnp.int32)
+  ordered = jnp.sort(jnp.where(action_mask, log_ratio, jnp.inf).ravel())
+  ratios = {}
+  for name, probability in RATIO_QUANTILES.items():
+    # ceil(probability * count) in integers: in fp32 the product would miss the rank for some counts.
+    percent = round(100 * probability)
+    rank = count // 100 * percent + (count % 100 * percent + 99) // 100
+    value = jnp.exp(jnp.clip(ordered[jnp.maximum(rank - 1, 0)], -80.0, 80.0))
+    ratios[f"ratio_{name}"] = jnp.where(count > 0, value, jnp.nan)
+  return ratios
+
+
+def token_lags(
+  policy_version: Int[Array, ""], token_versions: Int[Array, "*tokens"], action_mask: Bool[Array, "*tokens"]
+) -> Int[Array, "*tokens"]:
+  """Policy updates between sampling and training of each token; 0 where not sampled. Never clamped: < 0 is a bug."""
+  return jnp.where(action_mask, policy_version - token_versions, 0)
+
+
+def _by_lag(lags: Int[Array, "*tokens"], action_mask: Bool[Array, "*tokens"], max_lag: int) -> Bool[Array, "L *tokens"]:
+  """One-hot of the lags 0 ... max_lag, in front."""
+  bins = jnp.arange(max_lag + 1, dtype=jnp.int32).reshape(-1, *(1,) * lags.ndim)
+  return (lags == bins) & action_mask
+
+
+def lag_metrics(lags: Int[Array, "*tokens"], action_mask: Bool[Array, "*tokens"], *, max_lag: int) -> dict[str, Array]:
+  """Histogram of the lags in tokens, {"lag_histogram": [max_lag + 1], ...}.
+
+  lag_histogram.sum() + lag_negative + lag_overflow = number of sampled tokens.
+  """
+  lowest = jnp.iinfo(jnp.int32).min
+  largest = jnp.max(jnp.where(action_mask, lags, lowest), initial=lowest)
+  return {
+    "lag_histogram": jnp.sum(
+      _by_lag(lags, action_mask, max_lag), axis=tuple(range(1, lags.ndim + 1)), dtype=jnp.float32
+    ),
+    "lag_negative": masked_count(action_mask & (lags < 0)),
+    "lag_overflow": masked_count(action_mask & (lags > max_lag)),
+    "lag_mean": masked_mean(lags, action_mask),
+    "lag_max": jnp.where(jnp.any(action_mask), largest.astype(jnp.float32), jnp.nan),
+  }
+
+
+def mean_by_lag(
+  x: Float[Array, "*tokens"], lags: Int[Array, "*tokens"], action_mask: Bool[Array, "*tokens"], *, max_lag: int
+) -> Float[Array, "L"]:
+  """Mean of `x` over the sampled tokens of each lag 0 ... max_lag; NaN at lags that no token has."""
+  return jax.vmap(lambda mask: masked_sum(x, mask) / masked_count(mask))(_by_lag(lags, action_mask, max_lag))

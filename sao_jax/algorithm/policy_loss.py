@@ -1,0 +1,105 @@
+"""The policy loss of SAO: Direct double-sided Importance Sampling, DIS (arXiv 2607.07508, eq. 1-3)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from sao_jax.algorithm.reductions import masked_count, masked_sum
+
+Metrics = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
+
+
+class DISWeights(NamedTuple):
+  """What DIS makes of the importance ratios. All have the shape of the tokens.
+
+  Attributes:
+    weights: f(ρ), fp32: the ratio inside the trust region, 0 outside and on unsampled tokens.
+    rejected_low: sampled tokens with ρ <= 1 - ε_low.
+    rejected_high: sampled tokens with ρ >= 1 + ε_high.
+  """
+
+  weights: Float[Array, "*tokens"]
+  rejected_low: Bool[Array, "*tokens"]
+  rejected_high: Bool[Array, "*tokens"]
+
+
+def log_ratios(
+  logprobs: Float[Array, "*tokens"], behavior_logprobs: Float[Array, "*tokens"], action_mask: Bool[Array, "*tokens"]
+) -> Float[Array, "*tokens"]:
+  """log ρ = log π - μ on sampled tokens, 0 elsewhere. fp32."""
+  difference = jnp.asarray(logprobs, jnp.float32) - jnp.asarray(behavior_logprobs, jnp.float32)
+  return jnp.where(action_mask, difference, 0.0)
+
+
+def dis_weights(
+  log_ratio: Float[Array, "*tokens"], action_mask: Bool[Array, "*tokens"], *, epsilon_low: float, epsilon_high: float
+) -> DISWeights:
+  """f(ρ): ρ where 1 - ε_low < ρ < 1 + ε_high, else 0, whatever the sign of the advantage.
+
+  Decided on log ρ, and masked *before* exponentiating: with a very low μ, exp(log ρ) * 0 would be inf * 0 = NaN.
+
+  Args:
+    log_ratio: log π - μ.
+    action_mask: True on sampled tokens.
+    epsilon_low: static delta (not a bound); 1 or more means no lower bound.
+    epsilon_high: static delta.
+  """
+  lower = math.log1p(-epsilon_low) if epsilon_low < 1.0 else -math.inf
+  upper = math.log1p(epsilon_high)
+  keep = action_mask & (log_ratio > lower) & (log_ratio < upper)
+  weights = jnp.where(keep, jnp.exp(jnp.where(keep, log_ratio, 0.0)), 0.0)
+  return DISWeights(weights, action_mask & (log_ratio <= lower), action_mask & (log_ratio >= upper))
+
+
+def dis_policy_loss(
+  logprobs: Float[Array, "*tokens"],
+  behavior_logprobs: Float[Array, "*tokens"],
+  advantages: Float[Array, "*tokens"],
+  action_mask: Bool[Array, "*tokens"],
+  *,
+  epsilon_low: float,
+  epsilon_high: float,
+  denominator: Float[Array, ""] | float | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+  """loss = -(1/N) Σ_k stop_gradient(f(ρ_k) A_k) log π(a_k | s_k).
+
+  The stop-gradient belongs to the method: differentiating through f would give the coefficient ρA(1 + log π), which
+  flips the direction of the update wherever π < 1/e.
+
+  Args:
+    logprobs: log π of each token, token-aligned; may be anything where not sampled.
+    behavior_logprobs: μ, recorded when the token was sampled; may be NaN where not sampled.
+    advantages: may be anything where not sampled.
+    action_mask: True on sampled tokens.
+    epsilon_low: static delta, 0.3 for reasoning, 0.8 for coding agents.
+    epsilon_high: static delta, 5.0 for reasoning, 3.0 for coding agents.
+    denominator: N, the sampled tokens of the *global* batch, rejected ones included; never of a micro-batch, a device
+      or a sequence. None: the arrays given here are the global batch. 0 counts as 1.
+
+  Returns:
+    The loss, fp32, 0 if nothing is sampled; and metrics as (sum, count) over the sampled tokens given here. A NaN μ on
+    a sampled token is trained never, and shows as a NaN of "delta_logprob".
+  """
+  action_mask = jnp.asarray(action_mask, jnp.bool_)
+  chex.assert_equal_shape([logprobs, behavior_logprobs, advantages, action_mask])
+  count = masked_count(action_mask)
+  log_ratio = log_ratios(logprobs, behavior_logprobs, action_mask)
+  weights, low, high = dis_weights(log_ratio, action_mask, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+
+  keep = weights > 0.0
+  coefficients = jax.lax.stop_gradient(weights * jnp.where(keep, jnp.asarray(advantages, jnp.float32), 0.0))
+  total = -masked_sum(coefficients * jnp.where(keep, jnp.asarray(logprobs, jnp.float32), 0.0), keep)
+  loss = total / jnp.maximum(count if denominator is None else denominator, 1.0)
+  metrics = {
+    "policy_loss": (total, count),
+    "rejected_low": (masked_count(low), count),
+    "rejected_high": (masked_count(high), count),
+    "delta_logprob": (masked_sum(jnp.abs(log_ratio), action_mask), count),
+  }
+  return loss, jax.lax.stop_gradient(metrics)

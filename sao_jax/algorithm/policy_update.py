@@ -1,0 +1,89 @@
+"""The policy's part of a train step: one update from given advantages, wherever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from sao_jax.algorithm import diagnostics
+from sao_jax.algorithm.frozen import replace_leaves, trainable_leaves
+from sao_jax.algorithm.policy_loss import dis_policy_loss, dis_weights, log_ratios
+from sao_jax.algorithm.reductions import masked_count, masked_mean
+from sao_jax.algorithm.updates import Leaves, Update, accumulate_gradients, guarded_update
+from sao_jax.config import AlgorithmConfig
+from sao_jax.types import NetworkState, PyTree, TrajectoryBatch
+
+PolicyApply = Callable[[PyTree, TrajectoryBatch], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
+
+
+class PolicyFit(NamedTuple):
+  """What the update leaves behind: log π and entropy of every token, read before the update."""
+
+  logprobs: Float[Array, "B T"]
+  entropy: Float[Array, "B T"]
+  update: Update
+
+
+def fit_policy(
+  config: AlgorithmConfig,
+  policy_apply: PolicyApply,
+  optimizer: optax.GradientTransformation,
+  policy: NetworkState,
+  batch: TrajectoryBatch,
+  mask: Bool[Array, "B T"],
+  advantages: Float[Array, "B T"],
+) -> tuple[NetworkState, PolicyFit]:
+  """One DIS gradient step. A NaN or infinite log-ratio of a trained token skips it, like a non-finite gradient."""
+  num_tokens = masked_count(mask)
+  leaves = trainable_leaves(policy.params)
+
+  def loss_fn(leaves: Leaves, inputs: PyTree) -> tuple[Float[Array, ""], tuple[jax.Array, jax.Array]]:
+    rows, rows_mask, rows_advantages = inputs
+    logprobs, entropy = policy_apply(replace_leaves(policy.params, leaves), rows)
+    loss, _ = dis_policy_loss(
+      logprobs,
+      rows.behavior_logprobs,
+      rows_advantages,
+      rows_mask,
+      epsilon_low=config.epsilon_low,
+      epsilon_high=config.epsilon_high,
+      denominator=num_tokens,
+    )
+    return loss, (logprobs, entropy)
+
+  inputs = (batch, mask, jax.lax.stop_gradient(advantages))
+  loss, (logprobs, entropy), grads = accumulate_gradients(loss_fn, leaves, inputs, config.micro_batches)
+  allowed = (num_tokens > 0.0) & jnp.all(jnp.isfinite(log_ratios(logprobs, batch.behavior_logprobs, mask)))
+  policy, update = guarded_update(policy, leaves, grads, optimizer, loss, allowed)
+  return policy, PolicyFit(logprobs, entropy, update)
+
+
+def policy_metrics(
+  config: AlgorithmConfig,
+  fit: PolicyFit,
+  batch: TrajectoryBatch,
+  mask: Bool[Array, "B T"],
+  lags: Int[Array, "B T"],
+  max_lag: int,
+) -> dict[str, Array]:
+  """Ratio, rejection and entropy figures of the policy before its update; see `diagnostics`."""
+  log_ratio = log_ratios(fit.logprobs, batch.behavior_logprobs, mask)
+  weights, low, high = dis_weights(log_ratio, mask, epsilon_low=config.epsilon_low, epsilon_high=config.epsilon_high)
+  delta = jnp.abs(log_ratio)
+  return {
+    "policy_loss": fit.update.loss,
+    "policy_grad_norm": fit.update.grad_norm,
+    "policy_updates_skipped": (~fit.update.applied).astype(jnp.float32),
+    "entropy": masked_mean(fit.entropy, mask),
+    "rejected_low": masked_mean(low, mask),
+    "rejected_high": masked_mean(high, mask),
+    "effective_sample_size": diagnostics.effective_sample_size(weights, mask),
+    "delta_logprob": masked_mean(delta, mask),
+    "delta_logprob_by_lag": diagnostics.mean_by_lag(delta, lags, mask, max_lag=max_lag),
+    **diagnostics.ratio_quantiles(log_ratio, mask),
+  }

@@ -1,0 +1,114 @@
+"""One SAO train step: K critic updates, values, advantages, one policy update (arXiv 2607.07508)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool
+
+from sao_jax.algorithm.advantage import masked_whiten
+from sao_jax.algorithm.critic_update import CriticFit, ValueApply, critic_metrics, fit_critic, read_values
+from sao_jax.algorithm.diagnostics import lag_metrics, token_lags
+from sao_jax.algorithm.frozen import trainable_leaves
+from sao_jax.algorithm.policy_update import PolicyApply, fit_policy, policy_metrics
+from sao_jax.algorithm.reductions import masked_mean_and_std
+from sao_jax.algorithm.targets import batch_metrics, critic_advantages, trained_tokens
+from sao_jax.algorithm.validation import check_algorithm_config
+from sao_jax.config import AlgorithmConfig
+from sao_jax.types import NetworkState, PyTree, TrainState, TrajectoryBatch
+
+Metrics = dict[str, Array]
+TrainStep = Callable[[TrainState, TrajectoryBatch], tuple[TrainState, Metrics]]
+
+
+def init_train_state(
+  policy_params: PyTree,
+  value_params: PyTree,
+  policy_optimizer: optax.GradientTransformation,
+  value_optimizer: optax.GradientTransformation,
+  frozen_value_paths: frozenset[str] = frozenset(),
+) -> TrainState:
+  """The state at version 0. Optimisers see the trainable leaves only, as flat dicts by name."""
+
+  def network(params: PyTree, optimizer: optax.GradientTransformation, frozen: frozenset[str]) -> NetworkState:
+    return NetworkState(params, optimizer.init(trainable_leaves(params, frozen)), jnp.zeros((), jnp.int32))
+
+  return TrainState(
+    policy=network(policy_params, policy_optimizer, frozenset()),
+    critic=network(value_params, value_optimizer, frozen_value_paths),
+    policy_version=jnp.zeros((), jnp.int32),
+  )
+
+
+def make_train_step(
+  config: AlgorithmConfig,
+  policy_apply: PolicyApply,
+  value_apply: ValueApply,
+  policy_optimizer: optax.GradientTransformation,
+  value_optimizer: optax.GradientTransformation,
+  *,
+  frozen_value_paths: frozenset[str] = frozenset(),
+  update_policy: bool = True,
+  max_lag: int = 8,
+  state_shardings: TrainState | None = None,
+) -> TrainStep:
+  """Returns the jitted `train_step(state, batch) -> (state, metrics)`; the state is donated.
+
+  Args:
+    config: static.
+    policy_apply: `(params, batch) -> (logprobs, entropy)`, both [B, T], token-aligned, fp32.
+    value_apply: `(params, batch) -> outputs [B, T, O]`, state-aligned, fp32; O as the value head of `config` says.
+    policy_optimizer: of the policy.
+    value_optimizer: of the critic.
+    frozen_value_paths: names of the critic's leaves that stay fixed, see `frozen`.
+    update_policy: False makes critic-only steps (value pretraining, critic warm-up): the policy is neither run nor
+      changed, and `policy_version` stays.
+    max_lag: last bin of the metrics by lag.
+    state_shardings: shardings of the state, kept by the step; metrics then come back replicated. None: one device, or
+      whatever the compiler chooses.
+
+  The metrics have the same keys and shapes in every mode and for every batch; all are fp32 and reduced over the global
+  batch. NaN means undefined: nothing to average over, or a figure of the policy in a critic-only step.
+  """
+  check_algorithm_config(config)
+
+  def policy_part(
+    state: TrainState, critic: NetworkState, fit: CriticFit, batch: TrajectoryBatch, mask: Bool[Array, "B T"]
+  ) -> tuple[NetworkState, Metrics]:
+    if config.advantage_values == "pre":
+      values = fit.values_before
+    else:
+      values = read_values(config, value_apply, critic.params, batch)
+    advantages = critic_advantages(config, batch, mask, values)
+    mean, std = masked_mean_and_std(advantages, mask)
+    if config.whiten_advantages:
+      advantages = masked_whiten(advantages, mask)
+    policy, policy_fit = fit_policy(config, policy_apply, policy_optimizer, state.policy, batch, mask, advantages)
+    lags = token_lags(state.policy_version, batch.policy_version, mask)
+    metrics = policy_metrics(config, policy_fit, batch, mask, lags, max_lag)
+    return policy, metrics | {"advantage_mean": mean, "advantage_std": std}
+
+  def train_step(state: TrainState, batch: TrajectoryBatch) -> tuple[TrainState, Metrics]:
+    mask = trained_tokens(batch, config.truncation)
+    critic, fit = fit_critic(config, value_apply, value_optimizer, frozen_value_paths, state.critic, batch, mask)
+    lags = token_lags(state.policy_version, batch.policy_version, mask)
+    metrics = batch_metrics(batch, mask) | critic_metrics(fit, batch, mask) | lag_metrics(lags, mask, max_lag=max_lag)
+    if update_policy:
+      policy, of_policy = policy_part(state, critic, fit, batch, mask)
+      version = state.policy_version + 1
+    else:
+      _, shapes = jax.eval_shape(policy_part, state, critic, fit, batch, mask)
+      of_policy = {name: jnp.full(x.shape, jnp.nan, x.dtype) for name, x in shapes.items()}
+      of_policy["policy_updates_skipped"] = jnp.zeros((), jnp.float32)
+      policy, version = state.policy, state.policy_version
+    return TrainState(policy, critic, version), metrics | of_policy
+
+  if state_shardings is None:
+    return jax.jit(train_step, donate_argnums=0)
+  mesh = jax.tree.leaves(state_shardings)[0].mesh
+  replicated = NamedSharding(mesh, PartitionSpec())
+  return jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, replicated))

@@ -1,0 +1,155 @@
+"""The critic's loss: squared error to the return (arXiv 2607.07508), or HL-Gauss classification as an option."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Protocol
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from sao_jax.algorithm.policy_loss import Metrics
+from sao_jax.algorithm.reductions import masked_count, masked_sum
+from sao_jax.config import AlgorithmConfig
+
+
+def value_loss(
+  values: Float[Array, "*tokens"],
+  targets: Float[Array, "*tokens"],
+  action_mask: Bool[Array, "*tokens"],
+  *,
+  denominator: Float[Array, ""] | float | None = None,
+  old_values: Float[Array, "*tokens"] | None = None,
+  clip: float = 0.0,
+) -> tuple[Float[Array, ""], Metrics]:
+  """(1/N) Σ (V - G)² over the sampled tokens, in fp32; no factor 1/2.
+
+  Args:
+    values: V of the state before each token.
+    targets: λ_critic-returns; the reward itself for γ = λ_critic = 1.
+    action_mask: True on sampled tokens; values and targets may be anything elsewhere.
+    denominator: N, sampled tokens of the global batch. None: of the arrays given here. 0 counts as 1.
+    old_values: V before this batch's updates; needed with `clip`.
+    clip: PPO value clip: the larger of the squared errors of V and of V clipped to old_values ± clip. 0: off.
+
+  Returns:
+    The loss, 0 if nothing is sampled; and metrics as (sum, count).
+  """
+  action_mask = jnp.asarray(action_mask, jnp.bool_)
+  chex.assert_equal_shape([values, targets, action_mask])
+  error = lambda v: jnp.square(jnp.where(action_mask, jnp.asarray(v, jnp.float32) - targets, 0.0))
+  errors = error(values)
+  if clip > 0.0:
+    chex.assert_equal_shape([values, old_values])
+    errors = jnp.maximum(errors, error(jnp.clip(values, old_values - clip, old_values + clip)))
+  return _normalise(errors, action_mask, denominator)
+
+
+def _normalise(
+  losses: Float[Array, "*tokens"], action_mask: Bool[Array, "*tokens"], denominator: Float[Array, ""] | float | None
+) -> tuple[Float[Array, ""], Metrics]:
+  """Masked sum of token losses over the denominator, with its (sum, count)."""
+  total, count = masked_sum(losses, action_mask), masked_count(action_mask)
+  loss = total / jnp.maximum(count if denominator is None else denominator, 1.0)
+  return loss, {"value_loss": jax.lax.stop_gradient((total, count))}
+
+
+class ValueHead(Protocol):
+  """What the numbers that the value network puts out mean. Implementations are frozen dataclasses."""
+
+  @property
+  def num_outputs(self) -> int:
+    """Outputs of the network per token."""
+
+  def values(self, outputs: Float[Array, "*tokens O"]) -> Float[Array, "*tokens"]:
+    """Expected returns, fp32."""
+
+  def loss(
+    self,
+    outputs: Float[Array, "*tokens O"],
+    targets: Float[Array, "*tokens"],
+    action_mask: Bool[Array, "*tokens"],
+    *,
+    denominator: Float[Array, ""] | float | None = None,
+    old_values: Float[Array, "*tokens"] | None = None,
+  ) -> tuple[Float[Array, ""], Metrics]:
+    """The loss of outputs against returns; arguments as in `value_loss`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalarHead:
+  """One output, the value itself. `clip` as in `value_loss`."""
+
+  clip: float = 0.0
+
+  num_outputs = 1
+
+  def values(self, outputs: Float[Array, "*tokens O"]) -> Float[Array, "*tokens"]:
+    """The output."""
+    return jnp.asarray(outputs[..., 0], jnp.float32)
+
+  def loss(self, outputs, targets, action_mask, *, denominator=None, old_values=None):
+    """Squared error, see `value_loss`."""
+    return value_loss(
+      self.values(outputs), targets, action_mask, denominator=denominator, old_values=old_values, clip=self.clip
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class HLGaussHead:
+  """Logits over bins, trained by cross-entropy to a discretised Gaussian around the return (arXiv 2403.03950).
+
+  The Gaussian's deviation is 0.75 bins, as recommended there. The bins reach 3 deviations beyond [low, high] on both
+  sides, so that returns at the ends of that range are represented without bias. Returns outside are clipped to it. A
+  zero-initialised head gives the middle of the range.
+
+  Attributes:
+    num_outputs: number of bins, at least 6.
+    low: smallest return.
+    high: largest return.
+  """
+
+  num_outputs: int
+  low: float
+  high: float
+
+  @property
+  def _width(self) -> float:
+    return (self.high - self.low) / (self.num_outputs - 2 * 3 * 0.75)
+
+  @property
+  def _edges(self) -> Float[Array, "O+1"]:
+    middle, half = (self.high + self.low) / 2, self._width * self.num_outputs / 2
+    return jnp.linspace(middle - half, middle + half, self.num_outputs + 1, dtype=jnp.float32)
+
+  def values(self, outputs: Float[Array, "*tokens O"]) -> Float[Array, "*tokens"]:
+    """The mean of the predicted distribution."""
+    centers = (self._edges[1:] + self._edges[:-1]) / 2
+    return jnp.sum(jax.nn.softmax(jnp.asarray(outputs, jnp.float32), axis=-1) * centers, axis=-1)
+
+  def target_probabilities(self, targets: Float[Array, "*tokens"]) -> Float[Array, "*tokens O"]:
+    """The discretised Gaussian around each return, normalised over the bins."""
+    targets = jnp.clip(jnp.asarray(targets, jnp.float32), self.low, self.high)
+    z = (self._edges - targets[..., None]) / (0.75 * self._width * math.sqrt(2.0))
+    cdf = jax.scipy.special.erf(z)
+    return (cdf[..., 1:] - cdf[..., :-1]) / (cdf[..., -1:] - cdf[..., :1])
+
+  def loss(self, outputs, targets, action_mask, *, denominator=None, old_values=None):
+    """Cross-entropy; `old_values` is not used."""
+    del old_values
+    action_mask = jnp.asarray(action_mask, jnp.bool_)
+    # Masked before the softmax too: its gradient would turn 0 times a NaN output into NaN.
+    logits = jnp.where(action_mask[..., None], jnp.asarray(outputs, jnp.float32), 0.0)
+    probabilities = self.target_probabilities(jnp.where(action_mask, targets, self.low))
+    losses = -jnp.sum(probabilities * jax.nn.log_softmax(logits, axis=-1), axis=-1)
+    return _normalise(losses, action_mask, denominator)
+
+
+def make_value_head(config: AlgorithmConfig) -> ValueHead:
+  """The head that `config.value_head` names."""
+  if config.value_head == "hl_gauss":
+    return HLGaussHead(config.value_bins, config.value_min, config.value_max)
+  return ScalarHead(config.value_clip)

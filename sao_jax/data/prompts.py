@@ -1,0 +1,112 @@
+"""Prompt sources through grain: an order that depends on the seed alone, and iterators that resume exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+
+from sao_jax.environments.base import Prompt
+from sao_jax.errors import ConfigError
+
+HELDOUT_FRACTION = 0.1
+
+
+def split_of(text: str) -> str:
+  """ "heldout" for a tenth of all texts, "train" for the others; decided by the SHA-256 of the text alone.
+
+  So the splits are disjoint whatever seed or process drew a prompt, and a text that is drawn twice stays on its side.
+  """
+  number = int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
+  return "heldout" if number < HELDOUT_FRACTION * 2**64 else "train"
+
+
+def check_split(split: str) -> str:
+  """Returns the split, or raises ConfigError when it is neither "train" nor "heldout"."""
+  if split not in ("train", "heldout"):
+    raise ConfigError("split", f"There is no split {split!r}.", 'Use "train" or "heldout".')
+  return split
+
+
+class PromptIterator:
+  """Prompts in the pipeline's order; `get_state` is JSON and restores the exact position."""
+
+  def __init__(self, dataset: grain.MapDataset, description: dict[str, Any]):
+    """`description` names the order (length, seed, ...); a state of another order is refused."""
+    # No worker threads: a source computes or reads one small prompt at a time, and a state names the next one exactly.
+    self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+    self._description = description
+
+  def __iter__(self) -> PromptIterator:
+    return self
+
+  def __next__(self) -> Prompt:
+    return next(self._iterator)
+
+  def get_state(self) -> dict[str, Any]:
+    """What `set_state` needs, in JSON types."""
+    return {"order": self._description, "position": self._iterator.get_state()}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Continues behind the prompt that was returned last when the state was taken.
+
+    Raises:
+      ConfigError: when the state belongs to another order of prompts.
+    """
+    # Through JSON, so that a state that was stored as JSON and one that was not compare equal.
+    saved, own = (json.loads(json.dumps(order)) for order in (state["order"], self._description))
+    if saved != own:
+      changed = ", ".join(f"{name} {saved.get(name)!r} -> {own[name]!r}" for name in own if saved.get(name) != own[name])
+      raise ConfigError(
+        "prompts",
+        f"The saved position belongs to another order of prompts ({changed}).",
+        "Resume with the same prompts, seed and number of hosts, or start in a new directory.",
+      )
+    self._iterator.set_state(state["position"])
+
+
+def make_prompt_iterator(
+  source: Sequence[Prompt],
+  *,
+  seed: int,
+  shuffle: bool = True,
+  epochs: int | None = None,
+  shard: tuple[int, int] = (0, 1),
+) -> PromptIterator:
+  """Iterates over the prompts of one host, with the epoch in their keys.
+
+  Every epoch is a permutation of its own. Host i of n takes positions i, i + n, i + 2n, ... of the one endless global
+  order, so the hosts together see every prompt exactly once per epoch, whether or not n divides the number of prompts.
+
+  Args:
+    source: random access (`len`, `[index]`) to prompts of epoch 0.
+    seed: of the shuffle.
+    shuffle: False keeps the source's order.
+    epochs: passes over the source; None: endless.
+    shard: (index of this host, number of hosts).
+
+  Raises:
+    ConfigError: for an empty source, a shard that does not exist, or less than one epoch.
+  """
+  index, count = shard
+  if not 0 <= index < count:
+    raise ConfigError("shard", f"There is no shard {index} of {count}.", "Use 0 <= index < count.")
+  if not len(source):
+    raise ConfigError("prompts", "The source of prompts is empty.", "Check the split and the data set's settings.")
+  if epochs is not None and epochs < 1:
+    raise ConfigError("epochs", f"{epochs} epochs hold no prompt.", "Use at least 1, or None for an endless iterator.")
+  length = len(source)
+
+  def with_epoch(position: int, prompt: Prompt) -> Prompt:
+    return dataclasses.replace(prompt, key=prompt.key._replace(epoch=position // length))
+
+  dataset = grain.MapDataset.source(source).seed(seed)
+  if shuffle:
+    dataset = dataset.shuffle()
+  dataset = dataset.repeat(epochs).map_with_index(with_epoch)[index::count]
+  order = {"length": length, "seed": seed, "shuffle": shuffle, "epochs": epochs, "shard": [index, count]}
+  return PromptIterator(dataset, order)

@@ -1,0 +1,91 @@
+"""Prompts from any TensorFlow Datasets data set that supports random access; TensorFlow itself is not needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from sao_jax.environments.base import Prompt
+from sao_jax.episode_types import PromptKey
+from sao_jax.errors import ConfigError
+
+
+class TFDSPrompts:
+  """Random access to a prepared TFDS split as prompts: `len`, `[index]`.
+
+  The data set's own splits keep training and held-out prompts apart ("train[:90%]", "test", ...).
+  """
+
+  def __init__(
+    self,
+    name: str,
+    split: str,
+    *,
+    environment: str,
+    fields: Mapping[str, str],
+    data_dir: str | os.PathLike[str] | None = None,
+  ):
+    """Opens the data set through `tfds.data_source`; it downloads nothing.
+
+    Args:
+      name: TFDS name, "dataset", "dataset/config" or "dataset/config:version".
+      split: TFDS split, slices allowed.
+      environment: name for the prompt keys.
+      fields: key in `Prompt.data` -> feature of the data set, for example {"question": "text", "answer": "label"}.
+      data_dir: where data sets are prepared; None: TFDS's default.
+
+    Raises:
+      ConfigError: when the data set, the split or a feature does not exist.
+    """
+    try:
+      self._source = tfds.data_source(name, split=split, data_dir=data_dir, download=False)
+    except (
+      tfds.core.DatasetNotFoundError,
+      AssertionError,
+      FileNotFoundError,
+      NotImplementedError,
+      ValueError,
+      KeyError,
+    ) as error:
+      raise ConfigError(
+        "tfds",
+        f"Cannot open split {split!r} of {name!r} in {data_dir or 'the default data_dir'}: {error}",
+        'Prepare it first with file_format="array_record", and check name, split and data_dir.',
+      ) from error
+    self._environment, self._fields = environment, dict(fields)
+    known = self._source[0].keys() if len(self._source) else ()
+    missing = sorted(set(self._fields.values()) - set(known))
+    if missing:
+      raise ConfigError("fields", f"{name!r} has no feature {missing}.", f"Choose among {sorted(known)}.")
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, index: int) -> Prompt:
+    example = self._source[index]
+    data = {target: json_value(example[feature]) for target, feature in self._fields.items()}
+    return Prompt(PromptKey(self._environment, int(index), 0), data)
+
+
+def json_value(value: Any) -> Any:
+  """A feature in JSON types: bytes become text, NumPy scalars and arrays become numbers and lists.
+
+  Raises:
+    ConfigError: for features that no prompt can hold (invalid UTF-8).
+  """
+  if isinstance(value, bytes):
+    try:
+      return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+      raise ConfigError("fields", "A feature holds bytes that are not UTF-8 text.", "Map only text or numbers.") from error
+  if isinstance(value, np.generic | np.ndarray):
+    return json_value(value.tolist())
+  if isinstance(value, dict):
+    return {name: json_value(item) for name, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [json_value(item) for item in value]
+  return value

@@ -1,0 +1,64 @@
+"""The built-in tokenizer: one token per byte, and special tokens that only trusted code can write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+NUM_BYTES = 256
+NUM_SPECIALS = 16  # named ones and reserved ones
+NAMED = ("pad", "bos", "eos", "user", "assistant", "tool_call", "observation", "answer", "end")
+SPECIALS = tuple(f"<|{name}|>" for name in NAMED) + tuple(f"<|reserved_{i}|>" for i in range(NUM_SPECIALS - len(NAMED)))
+SPECIAL_PATTERN = re.compile("(" + "|".join(re.escape(special) for special in SPECIALS) + ")")
+
+
+class ByteTokenizer:
+  """Ids 0..255 are bytes, ids 256..271 are special tokens. It has no state.
+
+  `<|eos|>` ends a document, `<|end|>` ends a turn. `encode` never produces a special token, so text from users, tools
+  and data sets cannot forge a turn.
+  """
+
+  vocab_size = NUM_BYTES + NUM_SPECIALS
+  pad_id, bos_id, eos_id, user_id, assistant_id, tool_call_id, observation_id, answer_id, end_id = range(
+    NUM_BYTES, NUM_BYTES + len(NAMED)
+  )
+
+  def encode(self, text: str) -> Int[np.ndarray, "n"]:
+    """UTF-8 bytes of any text as int32 ids; the characters `<|end|>` stay seven bytes."""
+    return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
+
+  def encode_with_specials(self, template: str) -> Int[np.ndarray, "n"]:
+    """Ids of *trusted* text in which the names of special tokens stand for the tokens."""
+    pieces = [
+      np.array([NUM_BYTES + SPECIALS.index(piece)], dtype=np.int32) if piece in SPECIALS else self.encode(piece)
+      for piece in SPECIAL_PATTERN.split(template)
+    ]
+    return np.concatenate(pieces)
+
+  def decode(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str:
+    """Text for people: special tokens by name, invalid UTF-8 as U+FFFD. Not for parsing what a policy sampled.
+
+    Raises:
+      ValueError: for ids outside the vocabulary.
+    """
+    chunks = []
+    for token_id in np.asarray(token_ids, dtype=np.int64).tolist():
+      if not 0 <= token_id < self.vocab_size:
+        raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
+      is_byte = token_id < NUM_BYTES
+      chunks.append(bytes([token_id]) if is_byte else SPECIALS[token_id - NUM_BYTES].encode("utf-8"))
+    return b"".join(chunks).decode("utf-8", errors="replace")
+
+  def decode_bytes(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str | None:
+    """Text of ids that are all bytes of valid UTF-8, else None: the safe way to read a policy's action."""
+    ids = np.asarray(token_ids, dtype=np.int64)
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= NUM_BYTES):
+      return None
+    try:
+      return ids.astype(np.uint8).tobytes().decode("utf-8")
+    except UnicodeDecodeError:
+      return None

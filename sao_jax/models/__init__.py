@@ -1,0 +1,1 @@
+"""The transformer, its mixture-of-experts layer, the value network and token log-probabilities."""

@@ -1,0 +1,154 @@
+"""The decoder-only transformer: one parameter layout and one forward pass for training, sampling and the critic."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from sao_jax.config import ModelConfig
+from sao_jax.models.moe import moe_feed_forward
+from sao_jax.models.norms import rms_norm
+from sao_jax.models.rope import apply_rope, rope_table
+from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
+from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules, constrain
+
+# attend(q [B,T,H,h], k [B,T,K,h], v [B,T,K,h], layer_index, carry) -> (out [B,T,H,h], carry)
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+
+
+def param_specs(config: ModelConfig) -> Specs:
+  """The declared parameters. Layers are stacked along a leading axis [L, ...]: first the dense ones, then the MoE ones.
+
+  {"embed": [V,D], "dense_layers"?, "moe_layers"?, "final_norm": [D], "head"?: [D,V]}; "head" only if it is not tied.
+  """
+  spec = functools.partial(ParamSpec, dtype=config.param_dtype, stddev=config.initializer_range)
+  dim, heads, kv_heads, head_dim = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
+  norm = spec((dim,), (None,), "ones")
+  attention = {
+    "q": spec((dim, heads, head_dim), ("embed", "heads", None)),
+    "k": spec((dim, kv_heads, head_dim), ("embed", "kv_heads", None)),
+    "v": spec((dim, kv_heads, head_dim), ("embed", "kv_heads", None)),
+    "o": spec((heads, head_dim, dim), ("heads", None, "embed")),
+  }
+  if config.qk_norm:
+    attention |= {name: spec((head_dim,), (None,), "ones") for name in ("q_norm", "k_norm")}
+
+  def feed_forward(width: int) -> Specs:
+    inward, outward = spec((dim, width), ("embed", "mlp")), spec((width, dim), ("mlp", "embed"))
+    return {"gate": inward, "up": inward, "down": outward}
+
+  layer = {"attention_norm": norm, "attention": attention, "mlp_norm": norm}
+  num_dense = config.num_dense_layers if config.num_experts else config.num_layers
+  specs = {"embed": spec((config.vocab_size, dim), ("vocab", "embed")), "final_norm": norm}
+  if num_dense:
+    specs["dense_layers"] = stack_specs(layer | {"mlp": feed_forward(config.d_ff)}, num_dense)
+  if num_dense < config.num_layers:
+    experts, width = config.num_experts, config.d_ff_expert
+    moe = {
+      "router": spec((dim, experts), ("embed", None)),
+      "gate": spec((experts, dim, width), ("expert", "embed", "mlp")),
+      "up": spec((experts, dim, width), ("expert", "embed", "mlp")),
+      "down": spec((experts, width, dim), ("expert", "mlp", "embed")),
+    }
+    if config.d_ff_shared:
+      moe["shared"] = feed_forward(config.d_ff_shared)
+    specs["moe_layers"] = stack_specs(layer | {"moe": moe}, config.num_layers - num_dense)
+  if not config.tie_embeddings:
+    specs["head"] = spec((dim, config.vocab_size), ("embed", "vocab"))
+  return specs
+
+
+def feed_forward(params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+  """down(silu(gate(x)) · up(x))."""
+  gate, up, down = (params[name].astype(x.dtype) for name in ("gate", "up", "down"))
+  return jnp.dot(jax.nn.silu(jnp.dot(x, gate)) * jnp.dot(x, up), down)
+
+
+def attention(
+  params: Params, x: Float[Array, "B T D"], table, config: ModelConfig, attend: Attend, layer_index, carry
+) -> tuple[Float[Array, "B T D"], Any]:
+  """Projections, optional q/k norm, rotary embedding, and whatever `attend` does with q, k and v."""
+  q, k, v = (jnp.einsum("btd,dnh->btnh", x, params[name].astype(x.dtype)) for name in ("q", "k", "v"))
+  if config.qk_norm:
+    q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
+    k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
+  out, carry = attend(apply_rope(q, table), apply_rope(k, table), v, layer_index, carry)
+  return jnp.einsum("btnh,nhd->btd", out, params["o"].astype(x.dtype)), carry
+
+
+def trunk(
+  params: Params,
+  config: ModelConfig,
+  token_ids: Int[Array, "B T"],
+  positions: Int[Array, "B T"],
+  *,
+  attend: Attend,
+  carry: Any = None,
+  mesh: Mesh | None = None,
+  rules: AxisRules = DEFAULT_RULES,
+) -> tuple[Float[Array, "B T D"], Any]:
+  """Embedding, all layers, final norm.
+
+  Args:
+    params: the tree that `param_specs(config)` declares ("head" is not read).
+    config: static.
+    token_ids: the tokens.
+    positions: the rotary position of every token.
+    attend: what a layer's queries read: `attend(q, k, v, layer_index, carry) -> (out, carry)`. Training passes causal
+      attention within segments, the sampler one that writes k and v into its cache and attends over it.
+    carry: state that `attend` threads through the layers, for example the cache.
+    mesh: the mesh that params and tokens live on, None for one device.
+    rules: logical axes to mesh axes.
+
+  Returns:
+    The hidden states after the final norm, in config.dtype, and the last carry.
+  """
+  table = rope_table(positions, config.head_dim, config.rope_theta)
+  place = functools.partial(constrain, mesh=mesh, rules=rules)
+  x = place(params["embed"][token_ids].astype(config.dtype), "batch", "sequence", None)
+
+  def layer(state, inputs):
+    x, carry = state
+    params, layer_index = inputs
+    normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
+    out, carry = attention(params["attention"], normed, table, config, attend, layer_index, carry)
+    x = x + out
+    normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
+    if "moe" in params:
+      x = x + moe_feed_forward(params["moe"], normed, config, mesh, rules)
+    else:
+      x = x + feed_forward(params["mlp"], normed)
+    return (place(x, "batch", "sequence", None), carry), None
+
+  step = rematerialize(layer, config.remat)
+  first_layer = 0
+  for name in ("dense_layers", "moe_layers"):
+    if name in params:
+      count = params[name]["mlp_norm"].shape[0]
+      layer_indices = jnp.arange(first_layer, first_layer + count, dtype=jnp.int32)
+      (x, carry), _ = jax.lax.scan(step, (x, carry), (params[name], layer_indices))
+      first_layer += count
+  return rms_norm(x, params["final_norm"], config.rms_norm_eps), carry
+
+
+def rematerialize(layer: Callable, remat: str) -> Callable:
+  """`layer` with the remat policy: none keeps all activations, dots keeps matmul results, full keeps inputs only."""
+  if remat == "none":
+    return layer
+  policies = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  }
+  return jax.checkpoint(layer, policy=policies[remat], prevent_cse=False)
+
+
+def head_logits(params: Params, config: ModelConfig, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+  """Logits of the next token, accumulated and returned in fp32; the head is embedᵀ when it is tied."""
+  head = params["embed"].T if config.tie_embeddings else params["head"]
+  return jnp.dot(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)

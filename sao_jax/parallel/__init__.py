@@ -1,0 +1,1 @@
+"""Mesh, axis rules, parameter declarations, publishing, processes."""

@@ -1,0 +1,35 @@
+"""Publishing: a copy of the training parameters for the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sao_jax.parallel.params import Params
+
+
+def make_publish(target_shardings: Any | None, dtype: Any | None = None) -> Callable[[Params], Params]:
+  """Returns `publish(params)`, a copy of `params` where and how the sampler wants it.
+
+  The copy never shares a buffer with `params`: the train step donates that tree, and a sampler that held on to a part
+  of it would read freed memory. Floating leaves are cast to `dtype` before they travel.
+
+  Args:
+    target_shardings: a sharding, or a tree of shardings, of the sampler's devices; None leaves the copy in place.
+    dtype: of the copy; None keeps the dtypes.
+  """
+
+  def copy(leaf: jax.Array) -> jax.Array:
+    cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.array(leaf, dtype=dtype if cast else leaf.dtype, copy=True)
+
+  copy_tree = jax.jit(lambda params: jax.tree.map(copy, params))
+
+  def publish(params: Params) -> Params:
+    copied = copy_tree(params)
+    return copied if target_shardings is None else jax.device_put(copied, target_shardings)
+
+  return publish

@@ -1,0 +1,203 @@
+"""The trajectory buffer: first in, first out by completion, between the rollout thread and the trainer.
+
+It never blocks its producer; what bounds it is admission. At consumption it holds the trainer to the staleness bound
+tau: a trajectory beyond it is dropped, or its over-age tokens are masked, and its capacity is given back.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sao_jax.errors import ConfigError
+from sao_jax.rollout.admission import AdmissionControl, Place
+from sao_jax.rollout.evidence import check_trajectory
+from sao_jax.rollout.failures import Outcome
+from sao_jax.rollout.staleness import is_stale, mask_over_age, token_lags
+from sao_jax.rollout.statistics import RolloutStatistics
+from sao_jax.types import Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+  """What one `take` handed out: as it was buffered, as it is trained on, and the version that the step updates."""
+
+  original: list[Trajectory]
+  used: list[Trajectory]
+  version: int
+
+
+class TrajectoryBuffer:
+  """Thread-safe; shares the lock of its admission control, so that places and contents change as one.
+
+  Attributes:
+    admission: counts every trajectory's way.
+    statistics: latencies, lags and waits; read it under `admission.lock`.
+    version: the version that the next step updates, as far as the buffer was told.
+  """
+
+  def __init__(
+    self,
+    admission: AdmissionControl,
+    *,
+    max_staleness: int,
+    staleness: str = "drop",
+    version: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """`max_staleness` is tau in policy versions, -1 for no bound; `staleness` is "drop" or "mask"."""
+    if staleness not in ("drop", "mask"):
+      raise ConfigError("rollout.staleness", f"unknown choice {staleness!r}", 'choose "drop" or "mask"')
+    self.admission, self.version = admission, version
+    self.statistics = RolloutStatistics(clock)
+    self._max_staleness, self._staleness, self._clock = max_staleness, staleness, clock
+    self._changed = threading.Condition(admission.lock)
+    self._queue: collections.deque[Trajectory] = collections.deque()
+    self._training: collections.deque[_Batch] = collections.deque()
+    self._error: BaseException | None = None
+    self._ended: BaseException | None = None
+
+  def __len__(self) -> int:
+    return len(self._queue)
+
+  def put(self, trajectory: Trajectory) -> bool:
+    """Takes over a finished rollout that was in flight; never waits for space.
+
+    Returns False when it was over age already, and is dropped.
+
+    Raises:
+      BadEvidence: it cannot be trained on; it stays in flight, and the caller's to settle.
+    """
+    check_trajectory(trajectory)
+    with self._changed:
+      self.statistics.generated(trajectory)
+      if self._is_stale(trajectory):
+        self._drop(trajectory, Place.IN_FLIGHT)
+        return False
+      self.admission.move(Place.IN_FLIGHT, Place.BUFFERED)
+      self._queue.append(trajectory)
+      self._changed.notify_all()
+      return True
+
+  def take(self, batch_size: int, version: int, timeout: float | None = None) -> list[Trajectory]:
+    """Waits for the `batch_size` trajectories that finished first and may be trained on at `version`.
+
+    They stay "in training", and hold their capacity, until `batch_done`.
+
+    Args:
+      batch_size: trajectories; at most what admission lets be under way.
+      version: version of the parameters that this step updates.
+      timeout: seconds to wait; None for as long as it takes.
+
+    Returns:
+      The trajectories in the order of their rollout ids.
+
+    Raises:
+      TimeoutError: too few came in time.
+      Exception: what `fail` or `end` was told, as itself.
+    """
+    if not 1 <= batch_size <= self.admission.limit:
+      raise ValueError(
+        f"a batch of {batch_size} can never fill: admission lets {self.admission.limit} rollouts be under way"
+      )
+    began = self._clock()
+    with self._changed:
+      self._advance(version)
+      self._changed.wait_for(lambda: self._over or len(self._queue) >= batch_size, timeout)
+      self.statistics.add("trainer_wait_seconds", self._clock() - began)
+      if self._error is not None:
+        raise self._error
+      if len(self._queue) < batch_size:
+        if self._ended is not None:
+          raise self._ended
+        raise TimeoutError(
+          f"{len(self._queue)} of {batch_size} trajectories after {timeout} s: {self.admission.counters()}"
+        )
+      original = sorted((self._queue.popleft() for _ in range(batch_size)), key=lambda t: t.rollout_id)
+      used = [mask_over_age(trajectory, version, self._max_staleness) for trajectory in original]
+      self._check_lags(used, version)
+      self.admission.move(Place.BUFFERED, Place.IN_TRAINING, batch_size)
+      self._training.append(_Batch(original, used, version))
+      return used
+
+  def batch_done(self, version: int) -> None:
+    """The oldest batch in training is trained on, and the parameters that it led to are published as `version`."""
+    with self._changed:
+      if not self._training:
+        raise RuntimeError("no batch is in training")
+      batch = self._training.popleft()
+      masked_tokens = [original.num_sampled - used.num_sampled for original, used in zip(batch.original, batch.used)]
+      for used, masked in zip(batch.used, masked_tokens):
+        self.statistics.used(used, batch.version, masked)
+      masked = sum(count > 0 for count in masked_tokens)
+      self._advance(version)
+      self.admission.settle(Place.IN_TRAINING, Outcome.MASKED, count=masked)
+      self.admission.settle(Place.IN_TRAINING, Outcome.TRAINED, count=len(batch.used) - masked)
+
+  def set_version(self, version: int) -> None:
+    """A new version was published without a batch (after a restore, for example)."""
+    with self._changed:
+      self._advance(version)
+
+  def fail(self, error: BaseException) -> None:
+    """From now on every `take` raises `error`; the first one stays."""
+    with self._changed:
+      self._error = self._error or error
+      self._changed.notify_all()
+
+  def end(self, reason: BaseException) -> None:
+    """No further trajectory will come: a `take` that cannot be filled raises `reason`."""
+    with self._changed:
+      self._ended = self._ended or reason
+      self._changed.notify_all()
+
+  def snapshot(self) -> tuple[dict[str, Any], list[Trajectory]]:
+    """Returns (counters as JSON, contents). A batch in training comes back first: its step has not finished."""
+    with self._changed:
+      state = {
+        "version": self.version,
+        "admission": self.admission.state_dict(),
+        "statistics": self.statistics.state_dict(),
+      }
+      return state, [t for batch in self._training for t in batch.original] + list(self._queue)
+
+  def restore(self, state: dict[str, Any], trajectories: list[Trajectory]) -> None:
+    """Replaces counters and contents by those of a snapshot."""
+    with self._changed:
+      self.version = state["version"]
+      self.admission.load_state_dict(state["admission"])
+      self.statistics.load_state_dict(state["statistics"])
+      self._queue = collections.deque(trajectories)
+      self._training.clear()
+      self._changed.notify_all()
+
+  @property
+  def _over(self) -> bool:
+    return self._error is not None or self._ended is not None
+
+  def _advance(self, version: int) -> None:
+    if version < self.version:
+      raise ValueError(f"policy version {version} after {self.version}: versions never go back")
+    self.version = version
+    kept = collections.deque(trajectory for trajectory in self._queue if not self._is_stale(trajectory))
+    if len(kept) < len(self._queue):
+      for trajectory in self._queue:
+        if self._is_stale(trajectory):
+          self._drop(trajectory, Place.BUFFERED)
+      self._queue = kept
+
+  def _is_stale(self, trajectory: Trajectory) -> bool:
+    return is_stale(trajectory, self.version, self._max_staleness, self._staleness)
+
+  def _drop(self, trajectory: Trajectory, place: Place) -> None:
+    self.statistics.dropped(trajectory)
+    self.admission.settle(place, Outcome.DROPPED_STALE, f"older than {self._max_staleness} versions")
+
+  def _check_lags(self, trajectories: list[Trajectory], version: int) -> None:
+    lags = [int(token_lags(trajectory, version).max()) for trajectory in trajectories]
+    if 0 <= self._max_staleness < max(lags):
+      raise RuntimeError(f"a token of lag {max(lags)} escaped the bound of {self._max_staleness}")

@@ -1,0 +1,98 @@
+"""Builds a trajectory from what was sampled and what was appended, id by id; text never comes near it."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from sao_jax.types import PromptKey, Status, Trajectory
+
+
+class TrajectoryBuilder:
+  """One episode under construction: a prompt, then actions, each followed by an observation or by the end.
+
+  What it builds satisfies, by construction: all arrays have one length; the action mask is True exactly on sampled
+  tokens; log-probs are finite and versions >= 0 exactly there; every earlier prefix is a prefix of the result.
+  """
+
+  def __init__(self, key: PromptKey, rollout_id: int):
+    self._key, self._rollout_id = key, rollout_id
+    self._ids: list[np.ndarray] = []
+    self._mask: list[np.ndarray] = []
+    self._logprobs: list[np.ndarray] = []
+    self._versions: list[np.ndarray] = []
+    self._turn_starts: list[int] = []
+    self._length = 0
+    self._num_sampled = 0
+
+  def __len__(self) -> int:
+    """Tokens so far: prompt + actions + observations."""
+    return self._length
+
+  @property
+  def num_sampled(self) -> int:
+    """Sampled tokens so far."""
+    return self._num_sampled
+
+  @property
+  def num_turns(self) -> int:
+    """Actions so far."""
+    return len(self._turn_starts)
+
+  def append_prompt(self, token_ids: Int[np.ndarray, " n"]) -> None:
+    """Starts the trajectory."""
+    if self._length or not len(token_ids):
+      raise ValueError("a trajectory starts with exactly one prompt of at least one token")
+    self._append_unsampled(token_ids)
+
+  def append_action(
+    self, token_ids: Int[np.ndarray, " n"], logprobs: Float[np.ndarray, " n"], policy_versions: Int[np.ndarray, " n"]
+  ) -> None:
+    """Appends one sampled turn, its stop token included, with the evidence recorded when it was sampled."""
+    if not self._length:
+      raise ValueError("an action needs a prompt before it")
+    if not len(token_ids) == len(logprobs) == len(policy_versions) > 0:
+      raise ValueError(
+        f"lengths differ: {len(token_ids)} ids, {len(logprobs)} log-probs, {len(policy_versions)} versions"
+      )
+    if not np.isfinite(logprobs).all() or min(policy_versions) < 0:
+      raise ValueError("sampled tokens need finite log-probs and versions >= 0")
+    self._turn_starts.append(self._length)
+    self._num_sampled += len(token_ids)
+    self._append(token_ids, np.ones(len(token_ids), dtype=np.bool_), logprobs, policy_versions)
+
+  def append_observation(self, token_ids: Int[np.ndarray, " n"]) -> None:
+    """Appends what the environment answered; may be empty."""
+    if not self._turn_starts:
+      raise ValueError("an observation needs an action before it")
+    self._append_unsampled(token_ids)
+
+  def build(self, reward: float, status: Status, info: dict[str, float] | None = None) -> Trajectory:
+    """The finished trajectory."""
+    if not self._turn_starts:
+      raise ValueError("a trajectory needs at least one action")
+    return Trajectory(
+      token_ids=np.concatenate(self._ids),
+      action_mask=np.concatenate(self._mask),
+      behavior_logprobs=np.concatenate(self._logprobs),
+      policy_version=np.concatenate(self._versions),
+      turn_starts=np.asarray(self._turn_starts, dtype=np.int32),
+      reward=float(reward),
+      status=status,
+      key=self._key,
+      rollout_id=self._rollout_id,
+      info=dict(info or {}),
+    )
+
+  def _append_unsampled(self, token_ids: Int[np.ndarray, " n"]) -> None:
+    n = len(token_ids)
+    self._append(
+      token_ids, np.zeros(n, dtype=np.bool_), np.full(n, np.nan, dtype=np.float32), np.full(n, -1, dtype=np.int32)
+    )
+
+  def _append(self, token_ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
+    self._ids.append(np.array(token_ids, dtype=np.int32))
+    self._mask.append(mask)
+    self._logprobs.append(np.array(logprobs, dtype=np.float32))
+    self._versions.append(np.array(versions, dtype=np.int32))
+    self._length += len(token_ids)

@@ -1,0 +1,104 @@
+"""Evidence checks: what the sampler recorded is complete and possible, or the trajectory is rejected with its reason.
+
+Behaviour log-probs are never recomputed, zero-filled or repaired: a wrong one would look like a policy lag to the loss
+(arXiv 2607.07508, eq. 1), which trains on it without any complaint.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from sao_jax.rollout.failures import BadEvidence
+from sao_jax.sampler.requests import Completion
+from sao_jax.types import Trajectory
+
+# A token with log-prob -100 (p = 4e-44, below fp32's smallest number) cannot have been sampled: it is a sentinel.
+MIN_LOGPROB = -100.0
+# fp32 log-softmax of a nearly certain token may round to a little above 0.
+MAX_LOGPROB = 1e-5
+
+
+def check_completion(
+  completion: Completion, max_tokens: int, stop_ids: tuple[int, ...]
+) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+  """Returns (token ids int32, log-probs float32, policy versions int32) of one sampled turn.
+
+  Raises:
+    BadEvidence: with the reason.
+  """
+  ids = _flat("token ids", completion.token_ids, np.integer)
+  if len(ids) == 0:
+    raise BadEvidence("no sampled token", "the completion is empty")
+  if len(ids) > max_tokens:
+    raise BadEvidence("too many tokens", f"{len(ids)} sampled tokens, {max_tokens} were asked for")
+  if completion.finish_reason not in ("stop", "length", "context"):
+    raise BadEvidence("unknown finish reason", repr(completion.finish_reason))
+  if completion.finish_reason == "stop" and int(ids[-1]) not in stop_ids:
+    raise BadEvidence("stop without a stop token", f"last id {ids[-1]}, stop ids {stop_ids}")
+  if completion.logprobs is None:
+    raise BadEvidence("log-probs missing", "the completion has none")
+  logprobs = _flat("log-probs", completion.logprobs, np.floating)
+  versions = _flat("policy versions", completion.policy_versions, np.integer)
+  for name, array in (("log-probs", logprobs), ("policy versions", versions)):
+    if len(array) != len(ids):
+      raise BadEvidence(f"{name} of another length", f"{len(ids)} token ids, {len(array)} {name}")
+  _check_logprobs(logprobs)
+  _check_versions(versions)
+  return ids.astype(np.int32), logprobs.astype(np.float32), versions.astype(np.int32)
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+  """Checks a whole trajectory, whoever made it.
+
+  Raises:
+    BadEvidence: with the reason.
+  """
+  length = len(trajectory.token_ids)
+  for name in ("action_mask", "behavior_logprobs", "policy_version"):
+    if len(getattr(trajectory, name)) != length:
+      raise BadEvidence(f"{name} of another length", f"{length} token ids, {len(getattr(trajectory, name))} entries")
+  mask = trajectory.action_mask
+  if not mask.any():
+    raise BadEvidence("no sampled token", f"{length} tokens, none of them sampled")
+  _check_logprobs(trajectory.behavior_logprobs[mask])
+  _check_versions(trajectory.policy_version[mask])
+  _check_unsampled(trajectory, ~mask)
+  if not isinstance(trajectory.reward, float) or not math.isfinite(trajectory.reward):
+    raise BadEvidence("reward not finite", f"{trajectory.reward!r:.80}")
+
+
+def _flat(name: str, values: Any, kind: type[np.generic]) -> np.ndarray:
+  try:
+    array = np.asarray(values, dtype=np.float32) if kind is np.floating else np.asarray(values)
+  except (TypeError, ValueError) as error:
+    raise BadEvidence(f"{name} malformed", str(error)) from error
+  if array.ndim != 1 or (len(array) and not np.issubdtype(array.dtype, kind)):
+    raise BadEvidence(f"{name} malformed", f"{array.dtype} of shape {array.shape}")
+  return array
+
+
+def _check_logprobs(logprobs: Float[np.ndarray, " n"]) -> None:
+  if not np.isfinite(logprobs).all():
+    raise BadEvidence("log-prob not finite", f"{int((~np.isfinite(logprobs)).sum())} of {len(logprobs)}")
+  if logprobs.max() > MAX_LOGPROB:
+    raise BadEvidence("log-prob positive", f"{logprobs.max()}")
+  if logprobs.min() < MIN_LOGPROB:
+    raise BadEvidence("log-prob impossible", f"{logprobs.min()} cannot have been sampled")
+
+
+def _check_versions(versions: Int[np.ndarray, " n"]) -> None:
+  if versions.min() < 0:
+    raise BadEvidence("policy version missing", f"{versions.min()} on a sampled token")
+  if (np.diff(versions) < 0).any():
+    raise BadEvidence("policy versions decrease", "a later token has an older version")
+
+
+def _check_unsampled(trajectory: Trajectory, unsampled: Bool[np.ndarray, " T"]) -> None:
+  if not np.isnan(trajectory.behavior_logprobs[unsampled]).all():
+    raise BadEvidence("log-prob on an unsampled token", "it must be NaN")
+  if not (trajectory.policy_version[unsampled] == -1).all():
+    raise BadEvidence("policy version on an unsampled token", "it must be -1")

@@ -1,0 +1,120 @@
+"""Runs rollouts: a fresh environment and sampler session for every attempt, bounded retries, all closed again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from sao_jax.environments.base import Environment, EnvironmentFailure, InfrastructureFailure
+from sao_jax.rollout.episode import EpisodeLimits, TimeoutWithin, run_episode, within
+from sao_jax.rollout.failures import UnexpectedFailure
+from sao_jax.rollout.intake import Rollout
+from sao_jax.sampler.requests import Completion, GenerateRequest
+from sao_jax.types import Trajectory
+
+log = logging.getLogger(__name__)
+
+RETRY_DELAY = 0.1  # seconds before the first retry, doubled for every further one
+
+
+class Sampler(Protocol):
+  """What a rollout needs of a sampler; all of it may be called from any thread."""
+
+  def new_session(self) -> int: ...
+  async def generate(self, request: GenerateRequest) -> Completion: ...
+  def release(self, session_id: int) -> None: ...
+
+
+class EpisodeRunner:
+  """Runs any number of rollouts at the same time, in one event loop."""
+
+  def __init__(
+    self,
+    make_environment: Callable[[], Environment],
+    sampler: Sampler,
+    limits: EpisodeLimits,
+    *,
+    temperature: float = 1.0,
+    timeout: float = 30.0,
+    retries: int = 0,
+    on_activity: Callable[[], None] = lambda: None,
+    on_retry: Callable[[], None] = lambda: None,
+  ):
+    """Args:
+    make_environment: a fresh environment for one episode.
+    sampler: generates actions; its exceptions pass through unchanged.
+    limits: what cuts an episode.
+    temperature: of sampling.
+    timeout: seconds for one call of an environment.
+    retries: further attempts at a rollout after a failure that is retryable.
+    on_activity: called whenever the sampler is called and has answered.
+    on_retry: called before every further attempt.
+    """
+    self._make_environment, self._sampler, self._limits = make_environment, sampler, limits
+    self._temperature, self._timeout, self._retries = temperature, timeout, retries
+    self._on_activity, self._on_retry = on_activity, on_retry
+    self._closing: set[asyncio.Task] = set()
+
+  async def run(self, rollout: Rollout) -> Trajectory:
+    """One rollout. Raises what `run_episode` raises, after the last attempt."""
+    for attempt in range(self._retries):
+      try:
+        return await self._attempt(rollout)
+      except EnvironmentFailure as failure:
+        if not failure.retryable:
+          raise
+        log.info("rollout %d is tried again: %s", rollout.rollout_id, failure)
+      self._on_retry()
+      await asyncio.sleep(RETRY_DELAY * 2**attempt)
+    return await self._attempt(rollout)
+
+  async def close(self, timeout: float) -> None:
+    """Waits for environments that are still being closed."""
+    if self._closing:
+      await asyncio.wait(self._closing, timeout=timeout)
+
+  async def _attempt(self, rollout: Rollout) -> Trajectory:
+    environment = self._new_environment(rollout.prompt.key.environment)
+    session_id = self._sampler.new_session()
+    try:
+      return await run_episode(
+        environment,
+        rollout.prompt,
+        self._generate,
+        rollout.rollout_id,
+        self._limits,
+        session_id=session_id,
+        temperature=self._temperature,
+        timeout=self._timeout,
+      )
+    finally:
+      self._sampler.release(session_id)
+      closing = asyncio.create_task(self._close(environment))  # a slow close holds no rollout's place
+      self._closing.add(closing)
+      closing.add_done_callback(self._closing.discard)
+
+  async def _generate(self, request: GenerateRequest) -> Completion:
+    self._on_activity()
+    completion = await self._sampler.generate(request)
+    self._on_activity()
+    return completion
+
+  def _new_environment(self, name: str) -> Environment:
+    try:
+      return self._make_environment()
+    except EnvironmentFailure:
+      raise
+    except OSError as error:
+      raise InfrastructureFailure(name, f"it could not be made: {type(error).__name__}: {error}") from error
+    except Exception as error:
+      raise UnexpectedFailure(name, f"it could not be made: {type(error).__name__}: {error}") from error
+
+  async def _close(self, environment: Environment) -> None:
+    try:
+      await within(self._timeout, environment.close())
+    except TimeoutWithin:
+      log.warning("environment %r did not close within %s s", environment.name, self._timeout)
+    except Exception:
+      log.warning("environment %r failed to close", environment.name, exc_info=True)

@@ -1,0 +1,59 @@
+"""Trajectories to plain JSON values and numpy arrays, and back: nothing is pickled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sao_jax.types import PromptKey, Status, Trajectory
+
+TOKEN_FIELDS = {
+  "token_ids": np.int32,
+  "action_mask": np.bool_,
+  "behavior_logprobs": np.float32,
+  "policy_version": np.int32,
+}
+
+
+def trajectories_to_state(trajectories: list[Trajectory]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+  """Returns (one JSON record per trajectory, arrays [total tokens] of all of them, one behind the other).
+
+  Without trajectories there are no arrays at all, for checkpoint formats that refuse empty ones.
+  """
+  records = [
+    {
+      "length": len(trajectory),
+      "turn_starts": trajectory.turn_starts.tolist(),
+      "reward": float(trajectory.reward),
+      "status": trajectory.status.value,
+      "key": list(trajectory.key),
+      "rollout_id": trajectory.rollout_id,
+      "info": {name: float(value) for name, value in trajectory.info.items()},
+    }
+    for trajectory in trajectories
+  ]
+  if not trajectories:
+    return records, {}
+  return records, {name: np.concatenate([getattr(t, name) for t in trajectories]) for name in TOKEN_FIELDS}
+
+
+def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.ndarray]) -> list[Trajectory]:
+  """The inverse of `trajectories_to_state`, bit for bit."""
+  trajectories, start = [], 0
+  for record in records:
+    end = start + record["length"]
+    tokens = {name: np.asarray(arrays[name][start:end], dtype=dtype) for name, dtype in TOKEN_FIELDS.items()}
+    trajectories.append(
+      Trajectory(
+        **tokens,
+        turn_starts=np.asarray(record["turn_starts"], dtype=np.int32),
+        reward=record["reward"],
+        status=Status(record["status"]),
+        key=PromptKey(*record["key"]),
+        rollout_id=record["rollout_id"],
+        info=record["info"],
+      )
+    )
+    start = end
+  return trajectories

@@ -1,0 +1,76 @@
+"""Notices what no exception reports: rollouts in flight that have gone silent, a sampler that died unobserved."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+
+PERIOD = 0.5  # seconds between looks
+
+
+class Watchdog:
+  """A thread that calls `look` twice a second until it is stopped; what `look` raises goes to `fail`, and ends it."""
+
+  def __init__(self, look: Callable[[], None], fail: Callable[[BaseException], None]):
+    self._look, self._fail = look, fail
+    self._stop = threading.Event()
+    self._thread = threading.Thread(target=self._run, name="rollout-watchdog", daemon=True)
+
+  def start(self) -> None:
+    """Starts the thread."""
+    self._thread.start()
+
+  def stop(self) -> None:
+    """Ends the thread and waits for it, unless called from it."""
+    self._stop.set()
+    if self._thread.is_alive() and threading.current_thread() is not self._thread:
+      self._thread.join()
+
+  def _run(self) -> None:
+    while not self._stop.wait(PERIOD):
+      try:
+        self._look()
+      except BaseException as error:  # whatever it is, it must reach the main loop
+        self._fail(error)
+        return
+
+
+class Progress:
+  """When something last happened."""
+
+  def __init__(self, clock: Callable[[], float] = time.monotonic):
+    self._clock = clock
+    self.beat()
+
+  def beat(self) -> None:
+    """Something happened."""
+    self._last = self._clock()
+
+  @property
+  def silence(self) -> float:
+    """Seconds since the last beat."""
+    return self._clock() - self._last
+
+
+def describe_tasks(tasks: Iterable[asyncio.Task], limit: int = 8) -> str:
+  """Where tasks are suspended, one line each: the task's name, then its awaits from the outermost to the innermost."""
+  lines = []
+  for task in list(tasks)[:limit]:
+    places, awaited = [], task.get_coro()
+    while awaited is not None:
+      frame = getattr(awaited, "cr_frame", None)
+      if frame is not None:
+        places.append(f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
+      awaited = getattr(awaited, "cr_await", None)
+    lines.append(f"  {task.get_name()}: {' > '.join(places)}")
+  return "\n".join(lines)
+
+
+def describe_thread(thread: threading.Thread) -> str:
+  """The stack of a thread, innermost call last; shows what blocks an event loop."""
+  frame = sys._current_frames().get(thread.ident)
+  return "".join(traceback.format_stack(frame, limit=6)) if frame is not None else "  the thread has ended\n"

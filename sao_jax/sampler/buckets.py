@@ -1,0 +1,63 @@
+"""The static sizes that programs are compiled for: a few buckets, so that a run stops compiling after its start."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from sao_jax.config import SamplerConfig
+from sao_jax.errors import ConfigError
+
+_SMALLEST_WINDOW = 16
+_SMALLEST_ROWS = 8
+
+
+def smallest_bucket(buckets: Sequence[int], size: int) -> int:
+  """The smallest of the ascending `buckets` that holds `size`, or the largest of them."""
+  return buckets[min(bisect.bisect_left(buckets, size), len(buckets) - 1)]
+
+
+def window_buckets(config: SamplerConfig) -> tuple[int, ...]:
+  """Attended cache lengths, ascending, the last one the whole cache."""
+  sizes = set(config.window_buckets) or {2**i for i in range(31) if 2**i >= _SMALLEST_WINDOW}
+  return (*sorted(size for size in sizes if size < config.context_length), config.context_length)
+
+
+def prefill_buckets(config: SamplerConfig) -> tuple[int, ...]:
+  """Padded lengths of a prefill, ascending; a longer prompt is written in several pieces."""
+  return tuple(sorted({min(size, config.context_length) for size in config.prefill_buckets}))
+
+
+def row_buckets(num_slots: int) -> tuple[int, ...]:
+  """Numbers of slots that decode compiles for, ascending: when few slots are active, only those are computed."""
+  sizes = [num_slots]
+  while sizes[-1] >= 4 * _SMALLEST_ROWS:
+    sizes.append(sizes[-1] // 4)
+  return tuple(reversed(sizes))
+
+
+def prefill_batches(prefill_batch: int) -> tuple[int, ...]:
+  """Numbers of sequences per prefill call, descending powers of two: n sequences take few calls and no empty row."""
+  return tuple(2**i for i in reversed(range(prefill_batch.bit_length())))
+
+
+def check_sampler_config(config: SamplerConfig) -> None:
+  """Refuses sizes that cannot work.
+
+  Raises:
+    ConfigError: naming the field.
+  """
+  for name in ("num_slots", "context_length", "decode_steps", "prefill_batch"):
+    if getattr(config, name) < 1:
+      raise ConfigError(f"sampler.{name}", f"it is {getattr(config, name)}.", "use a positive number.")
+  for name in ("prefill_buckets", "window_buckets"):
+    if any(size < 1 for size in getattr(config, name)):
+      raise ConfigError(f"sampler.{name}", f"it is {getattr(config, name)}.", "use positive sizes.")
+  if not config.prefill_buckets:
+    raise ConfigError("sampler.prefill_buckets", "it is empty.", "name at least one padded length, as (16, 64).")
+  if config.kv_after_publish not in ("keep", "reprefill"):
+    raise ConfigError("sampler.kv_after_publish", f"it is {config.kv_after_publish!r}.", "use 'keep' or 'reprefill'.")
+  if not 0 < config.top_p <= 1 or config.top_k < 0:
+    raise ConfigError(
+      "sampler.top_p", f"top_p={config.top_p}, top_k={config.top_k}.", "use 0 < top_p <= 1 and top_k >= 0 (0: off)."
+    )

@@ -1,0 +1,83 @@
+"""The engine's state on the device, described and shaped."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Bool, Float, Int
+
+from sao_jax.config import ModelConfig, SamplerConfig
+from sao_jax.parallel.rules import AxisRules
+from sao_jax.sampler.cache import KVCache, empty_cache
+
+# Stop ids per slot; unused places hold -1, which no token equals.
+MAX_STOP_IDS = 8
+
+
+@flax.struct.dataclass
+class SlotState:
+  """One entry per slot.
+
+  The last token of a slot is always *pending*: its keys and values are not written yet. Decode feeds it, so that all
+  sampling happens in decode, after a prompt as after a sampled token.
+
+  Attributes:
+    lengths: int32, tokens whose keys and values are written; the pending token has this index in the trajectory.
+    pending_token: int32, the last token, prompt or sampled.
+    rollout_id: int32, with the run seed and a token's index it determines the token's random numbers.
+    active: bool, is a turn being decoded?
+    budget: int32, tokens that the turn may still sample.
+    stop_ids: int32, tokens that end the turn (they are sampled and kept); -1 where unused.
+    temperature: float32.
+    overflow: bool, decode was asked to go past the cache: the slot stopped. The host never lets it come to this.
+  """
+
+  lengths: Int[Array, " S"]
+  pending_token: Int[Array, " S"]
+  rollout_id: Int[Array, " S"]
+  active: Bool[Array, " S"]
+  budget: Int[Array, " S"]
+  stop_ids: Int[Array, "S n"]
+  temperature: Float[Array, " S"]
+  overflow: Bool[Array, " S"]
+
+
+@flax.struct.dataclass
+class EngineState:
+  """The whole device state, donated to every call."""
+
+  cache: KVCache
+  slots: SlotState
+
+
+def empty_slots(num_slots: int) -> SlotState:
+  """Idle slots that hold nothing."""
+  zeros = lambda dtype: jnp.zeros((num_slots,), dtype)
+  return SlotState(
+    lengths=zeros(jnp.int32),
+    pending_token=zeros(jnp.int32),
+    rollout_id=zeros(jnp.int32),
+    active=zeros(jnp.bool_),
+    budget=zeros(jnp.int32),
+    stop_ids=jnp.full((num_slots, MAX_STOP_IDS), -1, jnp.int32),
+    temperature=jnp.ones((num_slots,), jnp.float32),
+    overflow=zeros(jnp.bool_),
+  )
+
+
+def empty_state(
+  model: ModelConfig, sampler: SamplerConfig, mesh: Mesh | None = None, rules: AxisRules | None = None
+) -> EngineState:
+  """The state of an engine that holds nothing; on a mesh, slots over the data axes and kv heads over "tensor"."""
+
+  def build() -> EngineState:
+    cache = empty_cache(model, sampler.num_slots, sampler.context_length, sampler.cache_dtype)
+    return EngineState(cache=cache, slots=empty_slots(sampler.num_slots))
+
+  if mesh is None or rules is None:
+    return build()
+  cache = NamedSharding(mesh, rules.spec(None, "slots", "kv_heads"))
+  slots = NamedSharding(mesh, rules.spec("slots"))
+  return jax.jit(build, out_shardings=EngineState(cache=cache, slots=slots))()

@@ -1,0 +1,1 @@
+"""The readable loop around the train step: checkpoints, metrics, evaluation, reports."""

@@ -1,0 +1,78 @@
+"""The layout of a state inside a checkpoint: which item holds which leaf, under which name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from sao_jax.errors import ConfigError
+from sao_jax.parallel.params import path_name
+from sao_jax.types import PyTree
+
+NETWORKS = ("policy", "critic")
+REST = "rest"  # optimiser states and counters
+
+
+def places(state: PyTree) -> list[tuple[str, str]]:
+  """For every leaf of `state`, in flattening order: the item it is stored in and its name there."""
+  result = []
+  for path, _ in jax.tree_util.tree_leaves_with_path(state):
+    name = path_name(path)
+    network, _, leaf = name.partition("/params/")
+    if name.startswith("params/"):
+      network, leaf = "policy", name.removeprefix("params/")
+    result.append((network, leaf) if network in NETWORKS and leaf else (REST, name))
+  return result
+
+
+def split(state: PyTree) -> dict[str, dict[str, Any]]:
+  """The leaves of `state` by item and name."""
+  items: dict[str, dict[str, Any]] = {name: {} for name in (*NETWORKS, REST)}
+  for (item, name), leaf in zip(places(state), jax.tree.leaves(state)):
+    items[item][name] = leaf
+  return items
+
+
+def check_same_leaves(
+  stored: dict[str, Any], wanted: dict[str, Any], item: str, where: str, same_dtype: bool = True
+) -> None:
+  """Raises ConfigError naming the first leaf that is missing, unknown, or of another shape (or dtype)."""
+
+  def describe(leaves: dict[str, Any], name: str) -> str:
+    leaf = leaves.get(name)
+    return "no such array" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+
+  def same(name: str) -> bool:
+    if name not in stored or name not in wanted or tuple(stored[name].shape) != tuple(wanted[name].shape):
+      return False
+    return not same_dtype or stored[name].dtype == wanted[name].dtype
+
+  different = [name for name in [*wanted, *(name for name in stored if name not in wanted)] if not same(name)]
+  if not different:
+    return
+  name = different[0]
+  more = f" (and {len(different) - 1} more differ)" if len(different) > 1 else ""
+  raise ConfigError(
+    f"checkpoint {item}/{name}",
+    f"expected {describe(wanted, name)}, found {describe(stored, name)}{more} in {where}.",
+    "It was saved by a run with another model, optimiser or frozen set: restore that run's --config, or use a new "
+    "--workdir.",
+  )
+
+
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+  """{"a/b": leaf} -> {"a": {"b": leaf}}."""
+  nested: dict[str, Any] = {}
+  for name, leaf in flat.items():
+    *parents, last = name.split("/")
+    node = nested
+    for parent in parents:
+      node = node.setdefault(parent, {})
+    node[last] = leaf
+  return nested
+
+
+def flatten(nested: PyTree) -> dict[str, Any]:
+  """The inverse of `nest`, for any pytree."""
+  return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nested)}

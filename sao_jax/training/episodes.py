@@ -1,0 +1,101 @@
+"""Running episodes outside the asynchronous loop: evaluation, the audit and `sample` need a few, on fixed weights."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from absl import logging
+
+from sao_jax.config import RunConfig
+from sao_jax.environments.base import EnvironmentFailure, Prompt
+from sao_jax.rollout.episode import EpisodeLimits, run_episode
+from sao_jax.sampler.service import SamplerService
+from sao_jax.training.report import append_episode
+from sao_jax.types import Trajectory
+
+
+def episode_limits(config: RunConfig) -> EpisodeLimits:
+  """What cuts an episode under this configuration."""
+  rollout = config.rollout
+  return EpisodeLimits(
+    max_turns=rollout.max_turns,
+    max_tokens=rollout.max_tokens,
+    max_tokens_per_turn=rollout.max_tokens_per_turn,
+    context_length=config.sampler.context_length,
+    vocab_size=config.model.vocab_size,
+  )
+
+
+def run_episodes(
+  config: RunConfig, service: SamplerService, prompts: Iterable[Prompt], *, temperature: float
+) -> tuple[list[Trajectory], list[EnvironmentFailure]]:
+  """Runs one episode per prompt, as many at once as there are slots.
+
+  Returns:
+    The trajectories in the order of the prompts, and the failures of environments that outlasted
+    `rollout.environment_retries`: those prompts have no outcome, which is not the same as reward 0.
+  """
+  return asyncio.run(_run_all(config, service, list(prompts), temperature))
+
+
+async def _run_all(config: RunConfig, service: SamplerService, prompts: Sequence[Prompt], temperature: float):
+  tokenizer = config.environment.tokenizer()
+  limits = episode_limits(config)
+  free_slots = asyncio.Semaphore(config.sampler.num_slots)
+
+  async def attempt(prompt: Prompt, rollout_id: int) -> Trajectory:
+    environment = config.environment.make(tokenizer)
+    session_id = service.new_session()
+    try:
+      return await run_episode(
+        environment,
+        prompt,
+        service.generate,
+        rollout_id,
+        limits,
+        session_id=session_id,
+        temperature=temperature,
+        timeout=config.rollout.environment_timeout,
+      )
+    finally:
+      service.release(session_id)
+      await environment.close()
+
+  async def run_one(prompt: Prompt, rollout_id: int) -> Trajectory | EnvironmentFailure:
+    async with free_slots:
+      for tries_left in reversed(range(config.rollout.environment_retries + 1)):
+        try:
+          return await attempt(prompt, rollout_id)
+        except EnvironmentFailure as failure:
+          if not tries_left or not failure.retryable:
+            logging.error("episode of prompt %s has no outcome: %s", tuple(prompt.key), failure)
+            return failure
+    raise AssertionError("unreachable")
+
+  results = await asyncio.gather(*(run_one(prompt, index) for index, prompt in enumerate(prompts)))
+  trajectories = [result for result in results if isinstance(result, Trajectory)]
+  return trajectories, [result for result in results if not isinstance(result, Trajectory)]
+
+
+def episode_segments(trajectory: Trajectory, tokenizer: Any) -> list[tuple[str, str]]:
+  """The episode as text: (kind, text) pieces in order, kind "prompt", "action" or "observation"."""
+  segments: list[tuple[str, str]] = []
+  mask = trajectory.action_mask
+  boundaries = [0, *(int(i) for i in (mask[1:] != mask[:-1]).nonzero()[0] + 1), len(mask)]
+  turn_starts = {int(start) for start in trajectory.turn_starts}
+  for start, end in zip(boundaries, boundaries[1:]):
+    # Two turns without an observation between them are two actions.
+    cuts = [start, *sorted(turn for turn in turn_starts if start < turn < end), end]
+    for low, high in zip(cuts, cuts[1:]):
+      kind = "action" if mask[low] else ("prompt" if low == 0 else "observation")
+      segments.append((kind, tokenizer.decode(trajectory.token_ids[low:high])))
+  return segments
+
+
+def record_episode(config: RunConfig, workdir: pathlib.Path, step: int, trajectory: Trajectory) -> None:
+  """Appends an episode, as text, to the run's record, from which the report shows some."""
+  segments = episode_segments(trajectory, config.environment.tokenizer())
+  append_episode(workdir, step, trajectory.reward, trajectory.status.value, segments)

@@ -1,0 +1,109 @@
+"""Host state in a checkpoint: nested dicts and lists of plain values and numpy arrays, stored without pickle.
+
+Each process writes one npz archive: the arrays, and a JSON document in which {"__array__": name} marks their places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import pathlib
+import zipfile
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint import future
+
+_ARRAY = "__array__"
+_DOCUMENT = "json"
+
+
+def encode(state: Any) -> bytes:
+  """Returns the archive of `state`.
+
+  Allowed: dicts with string keys, lists, tuples (they come back as lists), None, bool, int, float, str, and numpy
+  arrays and scalars (scalars come back as Python numbers). TypeError, naming the place, for anything else.
+  """
+  arrays: dict[str, np.ndarray] = {}
+  document = json.dumps(_encode(state, "host_state", arrays))
+  buffer = io.BytesIO()
+  np.savez(buffer, **{_DOCUMENT: np.frombuffer(document.encode(), np.uint8)}, **arrays)
+  return buffer.getvalue()
+
+
+def decode(archive: bytes) -> Any:
+  """The inverse of `encode`. Raises ValueError for anything that `encode` did not write."""
+  try:
+    with np.load(io.BytesIO(archive), allow_pickle=False) as file:
+      return _decode(json.loads(file[_DOCUMENT].tobytes()), file)
+  except (zipfile.BadZipFile, EOFError, KeyError) as error:
+    raise ValueError(f"not a host state archive: {error}") from error
+
+
+def _encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
+  if value is None or isinstance(value, bool | int | float | str):
+    return value
+  if isinstance(value, np.generic) and not value.dtype.hasobject:
+    return value.item()
+  if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    name = f"array_{len(arrays)}"
+    arrays[name] = value
+    return {_ARRAY: name}
+  if isinstance(value, list | tuple):
+    return [_encode(item, f"{path}[{index}]", arrays) for index, item in enumerate(value)]
+  if isinstance(value, dict) and _ARRAY not in value:
+    for key in value:
+      if not isinstance(key, str):
+        raise TypeError(f"{path}: the key {key!r} is not a string; JSON would change it")
+    return {key: _encode(item, f"{path}.{key}", arrays) for key, item in value.items()}
+  raise TypeError(f"{path}: a {type(value).__name__} cannot be stored without pickle")
+
+
+def _decode(value: Any, arrays: Any) -> Any:
+  if isinstance(value, list):
+    return [_decode(item, arrays) for item in value]
+  if isinstance(value, dict):
+    return arrays[value[_ARRAY]] if _ARRAY in value else {key: _decode(item, arrays) for key, item in value.items()}
+  return value
+
+
+class HostStateHandler(ocp.AsyncCheckpointHandler):
+  """Lets Orbax write host state as one item of its atomic checkpoint; the archive is encoded before `save` returns."""
+
+  async def async_save(self, directory: pathlib.Path, args: HostStateSave) -> list[future.Future]:
+    """Encodes now, writes in the background."""
+    archive = encode(args.state)
+
+    async def write() -> None:
+      _path(directory).write_bytes(archive)
+
+    return [future.CommitFutureAwaitingContractedSignals(write(), name="host_state")]
+
+  def save(self, directory: pathlib.Path, args: HostStateSave) -> None:
+    """Writes at once."""
+    _path(directory).write_bytes(encode(args.state))
+
+  def restore(self, directory: pathlib.Path, args: HostStateRestore | None = None) -> Any:
+    """Reads this process's archive."""
+    return decode(_path(directory).read_bytes())
+
+
+def _path(directory: pathlib.Path) -> pathlib.Path:
+  return directory / f"process_{jax.process_index()}.npz"
+
+
+@ocp.args.register_with_handler(HostStateHandler, for_save=True)
+@dataclasses.dataclass
+class HostStateSave(ocp.args.CheckpointArgs):
+  """What to save."""
+
+  state: Any
+
+
+@ocp.args.register_with_handler(HostStateHandler, for_restore=True)
+@dataclasses.dataclass
+class HostStateRestore(ocp.args.CheckpointArgs):
+  """Restoring needs no arguments."""

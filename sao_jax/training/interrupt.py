@@ -1,0 +1,36 @@
+"""Ctrl-C and SIGTERM ask the loop to stop at the next step boundary; a second Ctrl-C stops at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+from absl import logging
+
+
+class Interrupt:
+  """Context manager; `requested` becomes True once the process was asked to stop.
+
+  Outside the main thread (a notebook's worker, a test) no handler is installed and `requested` stays False.
+  """
+
+  def __init__(self) -> None:
+    self.requested = False
+    self._previous: dict[int, object] = {}
+
+  def __enter__(self) -> Interrupt:
+    if threading.current_thread() is threading.main_thread():
+      for number in (signal.SIGINT, signal.SIGTERM):
+        self._previous[number] = signal.signal(number, self._handle)
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
+
+  def _handle(self, number: int, frame: FrameType | None) -> None:
+    if self.requested and number == signal.SIGINT:
+      raise KeyboardInterrupt
+    self.requested = True
+    logging.info("%s: stopping after this step, then saving.", signal.Signals(number).name)

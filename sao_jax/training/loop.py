@@ -1,0 +1,203 @@
+"""The training loop: take a batch, step, publish, log; the rollout side runs at the same time in its own threads.
+
+Value pretraining and RL are the same loop: a critic-only step leaves the policy, and so its version, as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import jax
+from absl import logging
+
+from sao_jax.algorithm.train_step import make_train_step
+from sao_jax.config import RunConfig
+from sao_jax.rollout.packing import check_buckets, pack, shard_batch
+from sao_jax.training import phases
+from sao_jax.training.audit import audit_sampler
+from sao_jax.training.checkpoint import Checkpointer
+from sao_jax.training.episodes import record_episode
+from sao_jax.training.evaluation import Evaluation, evaluate
+from sao_jax.training.interrupt import Interrupt
+from sao_jax.training.metrics import DelayedFetch, MetricsWriter
+from sao_jax.training.progress import Progress
+from sao_jax.training.rollouts import StepMetrics, make_rollout_loop, take
+from sao_jax.training.sampling import make_service
+from sao_jax.training.setup import Learner, abstract_state, make_learner, make_publisher, place, rows_multiple
+from sao_jax.training.validation import validate
+from sao_jax.types import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """How a phase ended: its state, the train steps done, whether it was interrupted, and the last evaluation."""
+
+  state: TrainState
+  step: int
+  interrupted: bool
+  evaluation: Evaluation | None
+
+
+def pretrain_value(config: RunConfig, workdir: str | os.PathLike) -> Result:
+  """Trains the critic, attention included, on rollouts of the frozen initial policy until explained variance plateaus."""
+  config = dataclasses.replace(config, critic_optimizer=config.value_pretraining.optimizer)
+  return run_phase(config, pathlib.Path(workdir), phases.value_pretraining(config), freeze=False)
+
+
+def train(config: RunConfig, workdir: str | os.PathLike) -> Result:
+  """Trains policy and critic with asynchronous SAO; goes on where an earlier run in `workdir` stopped."""
+  return run_phase(config, pathlib.Path(workdir), phases.reinforcement_learning(config), freeze=True)
+
+
+def run_phase(config: RunConfig, workdir: pathlib.Path, phase: phases.Phase, *, freeze: bool) -> Result:
+  """Runs a phase to its end, or to an interruption, from its newest checkpoint if it has one.
+
+  Args:
+    config: the run's configuration.
+    workdir: holds `<phase>/` (checkpoints) and the metrics of all phases.
+    phase: what to run.
+    freeze: whether the critic's frozen set applies.
+  """
+  validate(config, training=True)
+  learner = make_learner(config, freeze=freeze)
+  check_buckets(config.rollout, config.sampler.context_length, rows_multiple(learner))
+  settings = config.training
+  with (
+    Checkpointer(workdir / phase.name, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
+    Interrupt() as interrupt,
+  ):
+    restored = checkpointer.restore(abstract_state(learner))
+    if restored is None:
+      step, host_state = 0, None
+      state = phases.initial_state(config, learner, workdir, phase)
+    else:
+      step, state, host_state = restored
+      logging.info("%s: going on after step %d of %d.", phase.name, step, phase.steps)
+    run = _Run(config, workdir, phase, learner, checkpointer, interrupt)
+    return run.to_end(step, state, host_state)
+
+
+class _Run:
+  """One run of a phase in this process."""
+
+  def __init__(self, config, workdir, phase, learner: Learner, checkpointer: Checkpointer, interrupt: Interrupt):
+    self.config, self.workdir, self.phase = config, workdir, phase
+    self.learner, self.checkpointer, self.interrupt = learner, checkpointer, interrupt
+    self.publish = make_publisher(learner, place(config).sampler)
+    self.explained_variance: list[float] = []
+    self.latest: dict[str, Any] = {}
+
+  def train_step(self, *, update_policy: bool):
+    """The jitted step on this run's mesh."""
+    learner = self.learner
+    return make_train_step(
+      self.config.algorithm,
+      learner.policy_apply,
+      learner.value_apply,
+      learner.policy_optimizer,
+      learner.value_optimizer,
+      frozen_value_paths=learner.frozen_paths,
+      update_policy=update_policy,
+      max_lag=max(8, self.config.rollout.max_staleness),
+      state_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state(learner)),
+    )
+
+  def to_end(self, step: int, state: TrainState, host_state: dict[str, Any] | None) -> Result:
+    """Trains from `step` to the end of the phase."""
+    config, phase = self.config, self.phase
+    published, version = self.publish(state.policy.params), phase.version(step)
+    evaluation = None
+    steps = {critic_only: self.train_step(update_policy=not critic_only) for critic_only in (True, False)}
+    with (
+      MetricsWriter(self.workdir, phase.name, restored_step=step or None) as writer,
+      Progress(phase.name, total=phase.steps, start=step) as progress,
+      make_service(config, published, seed=config.training.seed, version=version) as service,
+    ):
+      if config.training.audit:
+        self.audit(service, state)
+      rollouts = make_rollout_loop(config, service, version)
+      if host_state is not None:
+        rollouts.load_state_dict(*host_state["rollouts"])
+        self.explained_variance = host_state["explained_variance"]
+      if step == 0 and self.evaluates(version):
+        evaluation = self.evaluate(published, version, step, writer)
+      rollouts.start()
+      try:
+        delayed, step_metrics = DelayedFetch(), StepMetrics(rollouts)
+        while step < phase.steps and not self.plateaued():
+          trajectories = take(rollouts, config.rollout.batch_size, version, self.interrupt)
+          if trajectories is None:
+            break
+          critic_only = step < phase.critic_steps
+          state, metrics = steps[critic_only](state, self.pack(trajectories))
+          step, version = step + 1, phase.version(step + 1)
+          metrics |= step_metrics.read(trajectories) | {"policy_version": version}
+          self.log(delayed.push(step, metrics), writer, progress)
+          if not critic_only:
+            # The sampler would stall on weights that are still being computed: it goes on with the old ones until then.
+            published = jax.block_until_ready(self.publish(state.policy.params))
+            service.publish(published, version)
+          rollouts.on_version(version)
+          if self.checkpointer.due(step):
+            self.save(step, state, rollouts)
+          if not critic_only and self.evaluates(version):
+            evaluation = self.evaluate(published, version, step, writer)
+        self.log(delayed.flush(), writer, progress)
+      finally:
+        rollouts.stop()
+      self.save(step, state, rollouts)
+      self.checkpointer.wait()
+    if self.interrupt.requested:
+      logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
+    return Result(state, step, self.interrupt.requested, evaluation)
+
+  def pack(self, trajectories):
+    """Packed rows on the learner's mesh."""
+    rollout, learner = self.config.rollout, self.learner
+    batch = pack(trajectories, rollout.row_lengths, rollout.row_counts, rows_multiple(learner))
+    return shard_batch(batch, learner.mesh)
+
+  def audit(self, service, state: TrainState) -> None:
+    """Refuses to train when sampler and learner disagree at lag 0."""
+    worst = audit_sampler(self.config, self.learner, service, state.policy.params)
+    logging.info("Audit: sampler and learner log-probs agree to %.2g at lag 0.", worst)
+
+  def evaluates(self, version: int) -> bool:
+    """Whether held-out success is measured at this version."""
+    every, last = self.config.evaluation.every, self.phase.policy_steps
+    return last > 0 and every > 0 and (version % every == 0 or version == last)
+
+  def evaluate(self, published, version: int, step: int, writer: MetricsWriter) -> Evaluation:
+    """Measures held-out success of the published weights; training waits, rollouts go on."""
+    evaluation = evaluate(self.config, published, version)
+    writer.write(step, evaluation.metrics() | {"policy_version": version})
+    record_episode(self.config, self.workdir, step, evaluation.trajectories[0])
+    self.latest["success"] = evaluation.success.rate
+    logging.info("Version %d: held-out success %s.", version, evaluation.success)
+    return evaluation
+
+  def plateaued(self) -> bool:
+    """Whether value pretraining may end."""
+    return self.phase.until_plateau and phases.plateaued(self.config, self.explained_variance)
+
+  def log(self, fetched, writer: MetricsWriter, progress: Progress) -> None:
+    """Writes the metrics of steps that have finished."""
+    for step, metrics in fetched:
+      self.explained_variance.append(float(metrics["explained_variance"]))
+      self.latest |= {
+        "reward": metrics["reward_mean"],
+        "lag": metrics["lag_mean"],
+        "buffer": metrics["rollouts_buffered"],
+        "ev": metrics["explained_variance"],
+      }
+      if step % self.config.training.log_every == 0:
+        writer.write(step, metrics)
+      progress.update(step, **self.latest)
+
+  def save(self, step: int, state: TrainState, rollouts) -> None:
+    """Starts an asynchronous checkpoint of everything that the next step depends on."""
+    host_state = {"rollouts": list(rollouts.state_dict()), "explained_variance": self.explained_variance}
+    self.checkpointer.save(step, state, host_state)

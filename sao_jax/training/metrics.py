@@ -1,0 +1,154 @@
+"""Metrics of a run: one JSON line per step, the same numbers for TensorBoard, and reading them back.
+
+The JSONL file is the record. Each line is flushed when written, so that a kill loses at most the line in progress, and
+a resumed run first cuts away what lies beyond its restored step, so that no step appears twice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsWriter:
+  """Appends the metrics of one phase ("sft", "value_pretraining", "train", ...) of a run to `workdir`.
+
+  Use as a context manager or call `close`. TensorBoard events go to `workdir/tensorboard/<phase>` when tensorboardX is
+  installed; when it is not, the log says so once and the JSONL file is written all the same.
+  """
+
+  def __init__(self, workdir: str | os.PathLike, phase: str = "train", *, restored_step: int | None = None):
+    """Opens the files. `restored_step` is the last step whose effects the restored state contains.
+
+    Earlier lines of this phase beyond `restored_step` are dropped (None, a fresh start of the phase: all of them);
+    lines of other phases stay.
+    """
+    self._phase = phase
+    path = pathlib.Path(workdir) / METRICS_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _drop_lines_after(path, phase, -math.inf if restored_step is None else restored_step)
+    self._file = path.open("a", encoding="utf-8")
+    self._tensorboard = _tensorboard_writer(path.parent / "tensorboard" / phase, restored_step)
+
+  def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Writes {"step", "phase", **metrics}. Values: numbers, strings, or arrays of at most a few hundred numbers.
+
+    Non-finite numbers are written as null, which readers take as "undefined".
+    """
+    line = {"step": int(step), "phase": self._phase} | {key: to_json(value) for key, value in metrics.items()}
+    self._file.write(json.dumps(line, allow_nan=False) + "\n")
+    self._file.flush()
+    if self._tensorboard is None:
+      return
+    for key, value in line.items():
+      if isinstance(value, int | float) and key != "step":
+        self._tensorboard.add_scalar(key, value, int(step))
+
+  def close(self) -> None:
+    """Closes both files; further calls do nothing."""
+    self._file.close()
+    if self._tensorboard is not None:
+      self._tensorboard.close()
+      self._tensorboard = None
+
+  def __enter__(self) -> MetricsWriter:
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self.close()
+
+
+class DelayedFetch:
+  """Holds the device metrics of a step until the next step has been dispatched.
+
+  Reading a metric waits for the step that computes it. Reading one step late therefore never leaves the device idle:
+
+      state, metrics = train_step(state, batch)   # dispatched, still running
+      for step, values in delayed.push(step, metrics):   # the previous step's, long since finished
+        writer.write(step, values)
+  """
+
+  def __init__(self) -> None:
+    self._pending: tuple[int, Any] | None = None
+
+  def push(self, step: int, metrics: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Keeps `metrics` and returns the previous step's as [(step, host values)], or [] on the first call."""
+    previous = self.flush()
+    self._pending = (step, metrics)
+    return previous
+
+  def flush(self) -> list[tuple[int, dict[str, Any]]]:
+    """Returns what is pending, waiting for it; call once after the last step."""
+    pending, self._pending = self._pending, None
+    return [] if pending is None else [(pending[0], dict(jax.device_get(pending[1])))]
+
+
+def read_metrics(workdir: str | os.PathLike, phase: str | None = None) -> list[dict[str, Any]]:
+  """Returns the metric lines of `workdir` (of one `phase`) in order; [] without a file. A torn line is left out."""
+  lines = _valid_lines(pathlib.Path(workdir) / METRICS_FILE)
+  return [line for line in lines if phase is None or line.get("phase") == phase]
+
+
+def to_json(value: Any) -> Any:
+  """Converts a scalar, array, string or sequence to plain JSON; NaN and infinities become None."""
+  if isinstance(value, str) or value is None:
+    return value
+  if isinstance(value, Mapping):
+    return {str(key): to_json(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [to_json(item) for item in value]
+  plain = np.asarray(value).tolist()
+  if isinstance(plain, list):
+    return [to_json(item) for item in plain]
+  return None if isinstance(plain, float) and not math.isfinite(plain) else plain
+
+
+def _valid_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+  if not path.exists():
+    return
+  with path.open(encoding="utf-8", errors="replace") as file:
+    for text in file:
+      try:
+        line = json.loads(text)
+      except json.JSONDecodeError:  # the line that a kill cut short
+        continue
+      if isinstance(line, dict) and "step" in line:
+        yield line
+
+
+def _drop_lines_after(path: pathlib.Path, phase: str, last_step: float) -> None:
+  """Rewrites `path` without the lines of `phase` beyond `last_step`; a kill leaves the old file or the new one."""
+  if not path.exists():
+    return
+  temporary = path.with_suffix(".jsonl.tmp")
+  with temporary.open("w", encoding="utf-8") as file:
+    for line in _valid_lines(path):
+      if line.get("phase") != phase or line["step"] <= last_step:
+        file.write(json.dumps(line) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(temporary, path)
+
+
+def _tensorboard_writer(directory: pathlib.Path, restored_step: int | None) -> Any:
+  if importlib.util.find_spec("tensorboardX") is None:
+    logging.log_first_n(
+      logging.INFO, "TensorBoard events are off: tensorboardX is missing (pip install 'sao_jax[report]').", 1
+    )
+    return None
+  import tensorboardX  # an optional extra
+
+  # Events beyond the restored step are hidden from the display when the step counter restarts below them.
+  purge = 0 if restored_step is None else restored_step + 1
+  return tensorboardX.SummaryWriter(str(directory), purge_step=purge, flush_secs=10)

@@ -1,0 +1,129 @@
+"""The phases of a run and where each starts: SFT, value pretraining, RL; each keeps its checkpoints in its own folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+from absl import logging
+
+from sao_jax.config import RunConfig
+from sao_jax.errors import ConfigError
+from sao_jax.models.value import value_params_from_policy
+from sao_jax.training.checkpoint import Checkpointer, load_params
+from sao_jax.training.setup import Learner, init_policy_params, make_state, sharded_specs
+from sao_jax.types import PyTree, TrainState
+
+SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+  """Train steps in order: first critic-only ones, then full ones.
+
+  Attributes:
+    name: of its folder and its metrics.
+    critic_steps: how many steps leave the policy alone (at most, if `until_plateau`).
+    policy_steps: how many full steps follow, which is the last policy version.
+    until_plateau: end early once explained variance no longer rises.
+  """
+
+  name: str
+  critic_steps: int
+  policy_steps: int
+  until_plateau: bool = False
+
+  @property
+  def steps(self) -> int:
+    """Train steps in all."""
+    return self.critic_steps + self.policy_steps
+
+  def version(self, step: int) -> int:
+    """Policy version after `step` train steps: the number of policy updates among them."""
+    return max(0, step - self.critic_steps)
+
+
+def value_pretraining(config: RunConfig) -> Phase:
+  """Critic-only steps on rollouts of the frozen initial policy."""
+  return Phase(VALUE_PRETRAINING, config.value_pretraining.max_steps, 0, until_plateau=True)
+
+
+def reinforcement_learning(config: RunConfig) -> Phase:
+  """The critic's warm-up, then SAO."""
+  return Phase(TRAIN, config.algorithm.critic_warmup_steps, config.training.steps)
+
+
+def plateaued(config: RunConfig, explained_variance: Sequence[float]) -> bool:
+  """Whether value pretraining may end, from the explained variance of all its steps so far."""
+  settings = config.value_pretraining
+  window = settings.plateau_window
+  if len(explained_variance) < max(settings.min_steps, 2 * window):
+    return False
+  recent, before = explained_variance[-window:], explained_variance[-2 * window : -window]
+  return sum(recent) / window - sum(before) / window < settings.plateau_gain
+
+
+def _holds_checkpoint(directory: pathlib.Path) -> bool:
+  if not directory.is_dir():
+    return False
+  with Checkpointer(directory) as checkpointer:
+    return checkpointer.latest_step() is not None
+
+
+def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, earlier: Sequence[str]) -> PyTree:
+  """The policy that a phase starts from: of the first of the `earlier` phases found, of model.checkpoint, or random."""
+  folders = [workdir / name for name in earlier]
+  if config.model.checkpoint:
+    folders.append(pathlib.Path(config.model.checkpoint))
+  for folder in folders:
+    if _holds_checkpoint(folder) or folder == pathlib.Path(config.model.checkpoint):
+      logging.info("The policy starts from %s.", folder)
+      return load_params(folder, "policy", sharded_specs(learner.policy_specs, learner.mesh))
+  logging.info("The policy starts from random parameters (seed %d).", config.training.seed)
+  return init_policy_params(learner, config.training.seed)
+
+
+def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: Phase) -> TrainState:
+  """The train state at step 0 of a phase: networks from the phases before it, fresh optimisers."""
+  earlier = [SFT] if phase.name == VALUE_PRETRAINING else [VALUE_PRETRAINING, SFT]
+  policy = initial_policy(config, learner, workdir, earlier)
+  num_outputs = learner.value_specs["value_head"].shape[-1]
+  if phase.name == TRAIN and _holds_checkpoint(workdir / VALUE_PRETRAINING):
+    critic = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(learner.value_specs, learner.mesh))
+  else:
+    if phase.name == TRAIN:
+      logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")
+    critic = value_params_from_policy(policy, config.model, num_outputs)
+  return make_state(learner, policy, critic)
+
+
+def latest_policy(
+  config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: str = ""
+) -> tuple[PyTree, int, str]:
+  """The newest policy of a run, for evaluation and sampling.
+
+  Args:
+    config: the run's configuration.
+    learner: its static half.
+    workdir: of the run.
+    phase: "train" or "sft"; by default the newest that has a checkpoint.
+
+  Returns:
+    The parameters on the learner's mesh, their policy version, and the phase they come from.
+
+  Raises:
+    ConfigError: when there is no checkpoint.
+  """
+  abstract = sharded_specs(learner.policy_specs, learner.mesh)
+  for name in (phase,) if phase else (TRAIN, SFT):
+    if _holds_checkpoint(workdir / name):
+      with Checkpointer(workdir / name) as checkpointer:
+        step = checkpointer.latest_step()
+      version = reinforcement_learning(config).version(step) if name == TRAIN else 0
+      return load_params(workdir / name, "policy", abstract, step=step), version, name
+  raise ConfigError(
+    "workdir",
+    f"{workdir} holds no checkpoint of {phase or 'train or sft'}",
+    "name the --workdir of a run, or run launch.sft or launch.train first",
+  )

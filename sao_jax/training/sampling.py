@@ -1,0 +1,22 @@
+"""The sampler side of a run: one engine on its devices, behind a service thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sao_jax.config import RunConfig
+from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.scheduler import Scheduler
+from sao_jax.sampler.service import SamplerService
+from sao_jax.training.setup import make_sampler_mesh, place
+from sao_jax.types import PyTree
+
+
+def make_service(
+  config: RunConfig, params: PyTree, *, seed: int, version: int = 0, devices: Any = None
+) -> SamplerService:
+  """A sampler service (not started) that holds `params`, the sampler's own copy, as policy version `version`."""
+  devices = devices or place(config).sampler
+  mesh = make_sampler_mesh(config, devices)
+  engine = Engine(params, config.model, config.sampler, seed=seed, version=version, mesh=mesh)
+  return SamplerService(Scheduler(engine))

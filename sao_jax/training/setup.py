@@ -1,0 +1,190 @@
+"""From a RunConfig to the pieces of a run: devices, mesh, networks, optimisers, initial parameters, sharded state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sao_jax.algorithm.frozen import trainable_leaves
+from sao_jax.algorithm.optimizer import make_optimizer
+from sao_jax.algorithm.train_step import init_train_state
+from sao_jax.algorithm.value_loss import make_value_head
+from sao_jax.config import MeshConfig, RunConfig
+from sao_jax.models.policy import make_policy_apply
+from sao_jax.models.transformer import param_specs
+from sao_jax.models.value import frozen_value_paths, make_value_apply, value_param_specs
+from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
+from sao_jax.parallel.params import abstract_params, init_params, param_shardings, path_name
+from sao_jax.parallel.publish import make_publish
+from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.types import NetworkState, PyTree, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  """The static half of training: what never changes between steps.
+
+  Attributes:
+    config: the run's configuration.
+    mesh: the learner's mesh.
+    policy_specs, value_specs: parameter declarations of the two networks.
+    policy_apply, value_apply: the functions that the train step takes.
+    policy_optimizer, value_optimizer: optax transformations.
+    frozen_paths: leaves of the value network that do not train.
+  """
+
+  config: RunConfig
+  mesh: Mesh
+  policy_specs: PyTree
+  value_specs: PyTree
+  policy_apply: Callable
+  value_apply: Callable
+  policy_optimizer: optax.GradientTransformation
+  value_optimizer: optax.GradientTransformation
+  frozen_paths: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+  """Who learns and who samples: the same devices (`shared`) or two sets of local ones (`split`)."""
+
+  learner: tuple[Any, ...]
+  sampler: tuple[Any, ...]
+
+
+def place(config: RunConfig) -> Devices:
+  """Applies `rollout.placement`: with `split` the last `rollout.sampler_devices` local devices sample."""
+  local = tuple(jax.local_devices())
+  if config.rollout.placement == "shared":
+    return Devices(local, local)
+  count = config.rollout.sampler_devices
+  return Devices(local[:-count], local[-count:])
+
+
+def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, freeze: bool = True) -> Learner:
+  """Builds the learner on `devices` (default: those that `place` gives it).
+
+  `freeze=False` trains the critic's attention too: value pretraining, before RL.
+  """
+  mesh = make_mesh(config.mesh, devices or place(config).learner)
+  algorithm = config.algorithm
+  head = make_value_head(algorithm)
+  policy_specs = param_specs(config.model)
+  value_specs = value_param_specs(config.model, head.num_outputs)
+  for specs in (policy_specs, value_specs):
+    check_mesh_divides_model(mesh, specs, DEFAULT_RULES)
+  model_mesh = mesh if mesh.size > 1 else None
+  frozen = frozen_value_paths(
+    config.model,
+    attention=freeze and algorithm.freeze_attention,
+    router=freeze and algorithm.freeze_router,
+    embeddings=freeze and algorithm.freeze_embeddings,
+  )
+  return Learner(
+    config=config,
+    mesh=mesh,
+    policy_specs=policy_specs,
+    value_specs=value_specs,
+    policy_apply=make_policy_apply(
+      config.model, temperature=config.sampler.temperature, chunk=algorithm.logprob_chunk, mesh=model_mesh
+    ),
+    value_apply=make_value_apply(config.model, mesh=model_mesh),
+    policy_optimizer=make_optimizer(config.policy_optimizer),
+    value_optimizer=make_optimizer(config.critic_optimizer, algorithm.value_updates),
+    frozen_paths=frozen,
+  )
+
+
+def rows_multiple(learner: Learner) -> int:
+  """What the number of packed rows of a batch must be a multiple of: micro-batches times data shards."""
+  shards = 1
+  for axis in DEFAULT_RULES.mesh_axes("batch"):
+    shards *= learner.mesh.shape[axis]
+  return learner.config.algorithm.micro_batches * shards
+
+
+def init_policy_params(learner: Learner, seed: int) -> PyTree:
+  """Random policy parameters, created sharded."""
+  shardings = param_shardings(learner.policy_specs, learner.mesh)
+  return jax.jit(lambda key: init_params(learner.policy_specs, key), out_shardings=shardings)(jax.random.key(seed))
+
+
+def sharded_specs(specs: PyTree, mesh: Mesh) -> PyTree:
+  """The abstract parameters with their shardings on `mesh`, as a checkpoint is restored onto."""
+  return jax.tree.map(
+    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+    abstract_params(specs),
+    param_shardings(specs, mesh),
+  )
+
+
+def _initialize(learner: Learner, policy_params: PyTree, value_params: PyTree) -> TrainState:
+  return init_train_state(
+    policy_params, value_params, learner.policy_optimizer, learner.value_optimizer, learner.frozen_paths
+  )
+
+
+def abstract_state(learner: Learner) -> TrainState:
+  """Shapes, dtypes and shardings of the train state; optimiser moments live where their parameters live."""
+  shapes = jax.eval_shape(
+    lambda p, v: _initialize(learner, p, v), abstract_params(learner.policy_specs), abstract_params(learner.value_specs)
+  )
+  replicated = NamedSharding(learner.mesh, PartitionSpec())
+
+  def shard(tree: PyTree, specs: PyTree) -> PyTree:
+    # A leaf belongs to a parameter when its path ends with the parameter's name, as in mu/<name>.
+    named = {
+      path_name(path): sharding
+      for path, sharding in jax.tree_util.tree_leaves_with_path(param_shardings(specs, learner.mesh))
+    }
+
+    def place_leaf(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+      parts = path_name(path).split("/")
+      names = ("/".join(parts[start:]) for start in range(len(parts)))
+      sharding = next((named[name] for name in names if name in named), replicated)
+      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(place_leaf, tree)
+
+  return TrainState(
+    policy=shard(shapes.policy, learner.policy_specs),
+    critic=shard(shapes.critic, learner.value_specs),
+    policy_version=jax.ShapeDtypeStruct((), shapes.policy_version.dtype, sharding=replicated),
+  )
+
+
+def make_state(learner: Learner, policy_params: PyTree, value_params: PyTree) -> TrainState:
+  """The train state at version 0 with fresh optimisers, sharded on the learner's mesh; it owns all its buffers."""
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(learner))
+  return jax.jit(lambda p, v: _initialize(learner, p, v), out_shardings=shardings)(policy_params, value_params)
+
+
+def make_network(learner: Learner, policy_params: PyTree) -> NetworkState:
+  """The policy alone with a fresh optimiser, sharded on the learner's mesh; it owns all its buffers."""
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(learner).policy)
+  optimizer = learner.policy_optimizer
+  start = lambda p: NetworkState(p, optimizer.init(trainable_leaves(p)), jnp.zeros((), jnp.int32))
+  return jax.jit(start, out_shardings=shardings)(policy_params)
+
+
+def make_sampler_mesh(config: RunConfig, devices: tuple[Any, ...]) -> Mesh | None:
+  """The sampler's mesh: the learner's layout when they share devices, otherwise slots spread over its own devices."""
+  if len(devices) == 1:
+    return None
+  layout = config.mesh if config.rollout.placement == "shared" else MeshConfig(data=-1, fsdp=1)
+  return make_mesh(layout, devices)
+
+
+def make_publisher(learner: Learner, sampler_mesh: Mesh | None, devices: tuple[Any, ...]) -> Callable[[PyTree], PyTree]:
+  """publish(params) -> the sampler's own copy of the policy on its devices, never aliasing the training tree."""
+  if sampler_mesh is None:
+    target = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(devices[0]), learner.policy_specs)
+  else:
+    target = param_shardings(learner.policy_specs, sampler_mesh)
+  return make_publish(target, learner.config.model.dtype)

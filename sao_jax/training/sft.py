@@ -1,0 +1,153 @@
+"""Imitation cold start: maximum likelihood of the demonstrations that the environment produces."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+
+from sao_jax.algorithm.frozen import replace_leaves, trainable_leaves
+from sao_jax.algorithm.updates import guarded_update
+from sao_jax.config import RunConfig
+from sao_jax.data.prompts import make_prompt_iterator
+from sao_jax.environments.base import Prompt
+from sao_jax.errors import ConfigError
+from sao_jax.rollout.packing import check_buckets, pack, shard_batch
+from sao_jax.training import phases
+from sao_jax.training.checkpoint import Checkpointer
+from sao_jax.training.interrupt import Interrupt
+from sao_jax.training.metrics import DelayedFetch, MetricsWriter
+from sao_jax.training.progress import Progress
+from sao_jax.training.setup import abstract_state, make_learner, make_network, rows_multiple
+from sao_jax.training.validation import validate
+from sao_jax.types import NetworkState, PyTree, Status, Trajectory, TrajectoryBatch
+
+
+def sft_loss(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Mean negative log-probability of the demonstrated tokens, over all of the global batch.
+
+  Returns:
+    The loss and the metrics.
+  """
+  logprobs, entropy = policy_apply(params, batch)
+  mask = batch.action_mask
+  count = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+  loss = -jnp.sum(jnp.where(mask, logprobs, 0.0), dtype=jnp.float32) / count
+  mean_entropy = jnp.sum(jnp.where(mask, entropy, 0.0), dtype=jnp.float32) / count
+  return loss, {"sft_loss": loss, "entropy": mean_entropy, "num_sampled_tokens": count}
+
+
+def make_sft_step(policy_apply: Callable, optimizer: optax.GradientTransformation) -> Callable:
+  """Returns the jitted, donated `step(network, batch) -> (network, metrics)`; non-finite gradients are skipped."""
+
+  def step(network: NetworkState, batch: TrajectoryBatch) -> tuple[NetworkState, dict[str, jax.Array]]:
+    leaves = trainable_leaves(network.params)
+
+    def loss_of(leaves: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+      return sft_loss(policy_apply, replace_leaves(network.params, leaves), batch)
+
+    (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(leaves)
+    network, update = guarded_update(network, leaves, gradients, optimizer, loss, jnp.any(batch.action_mask))
+    metrics |= {"policy_grad_norm": update.grad_norm, "policy_updates_skipped": 1.0 - update.applied}
+    return network, metrics
+
+  return jax.jit(step, donate_argnums=0)
+
+
+class Demonstrations:
+  """Endless batches of demonstrations on the training prompts.
+
+  Every demonstration's randomness comes from its prompt's key and the seed, so a restored iterator goes on exactly.
+  """
+
+  def __init__(self, config: RunConfig):
+    self._config, self._environment = config, config.environment
+    if not hasattr(self._environment, "demonstration"):
+      raise ConfigError(
+        "environment",
+        f"{self._environment.name} produces no demonstrations to imitate",
+        "give its spec a `demonstration(prompt, tokenizer, rng)` method, or start RL from model.checkpoint",
+      )
+    self._tokenizer = self._environment.tokenizer()
+    source = self._environment.prompts(self._tokenizer, "train", config.training.seed)
+    self.prompts = make_prompt_iterator(source, seed=config.training.seed)
+
+  def batch(self) -> list[Trajectory]:
+    """The next `sft.batch_size` demonstrations, as trajectories without behaviour log-probs."""
+    return [self._demonstrate(next(self.prompts), index) for index in range(self._config.sft.batch_size)]
+
+  def _demonstrate(self, prompt: Prompt, index: int) -> Trajectory:
+    key = prompt.key
+    rng = np.random.default_rng([self._config.training.seed, key.id, key.epoch])
+    demonstration = self._environment.demonstration(prompt, self._tokenizer, rng)
+    length = len(demonstration.token_ids)
+    if length > self._config.sampler.context_length:
+      raise ConfigError(
+        "sampler.context_length",
+        f"a demonstration has {length} tokens, more than the context of {self._config.sampler.context_length}",
+        f"set sampler.context_length and the largest rollout.row_lengths to at least {length}",
+      )
+    return Trajectory(
+      token_ids=demonstration.token_ids,
+      action_mask=demonstration.action_mask,
+      behavior_logprobs=np.full(length, np.nan, np.float32),
+      policy_version=np.full(length, -1, np.int32),
+      turn_starts=np.flatnonzero(np.diff(demonstration.action_mask.astype(np.int8), prepend=0) == 1).astype(np.int32),
+      reward=demonstration.reward,
+      status=Status.TERMINATED,
+      key=key,
+      rollout_id=index,
+    )
+
+
+def sft(config: RunConfig, workdir: str | os.PathLike) -> PyTree:
+  """Runs the phase to its end, or to an interruption, from its newest checkpoint; returns the policy's parameters."""
+  validate(config, training=True)
+  workdir = pathlib.Path(workdir)
+  config = dataclasses.replace(config, policy_optimizer=config.sft.optimizer)
+  learner = make_learner(config)
+  check_buckets(config.rollout, config.sampler.context_length, rows_multiple(learner))
+  settings, abstract = config.training, abstract_state(learner).policy
+  demonstrations = Demonstrations(config)
+  train_step = make_sft_step(learner.policy_apply, learner.policy_optimizer)
+  with (
+    Checkpointer(workdir / phases.SFT, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
+    Interrupt() as interrupt,
+  ):
+    restored = checkpointer.restore(abstract)
+    if restored is None:
+      step, network = 0, make_network(learner, phases.initial_policy(config, learner, workdir, earlier=()))
+    else:
+      step, network, host_state = restored
+      demonstrations.prompts.set_state(host_state["prompts"])
+    with (
+      MetricsWriter(workdir, phases.SFT, restored_step=step or None) as writer,
+      Progress(phases.SFT, total=config.sft.steps, start=step) as progress,
+    ):
+      delayed = DelayedFetch()
+      while step < config.sft.steps and not interrupt.requested:
+        rollout = config.rollout
+        batch = pack(demonstrations.batch(), rollout.row_lengths, rollout.row_counts, rows_multiple(learner))
+        network, metrics = train_step(network, shard_batch(batch, learner.mesh))
+        step += 1
+        _log(delayed.push(step, metrics), writer, progress)
+        if checkpointer.due(step):
+          checkpointer.save(step, network, {"prompts": demonstrations.prompts.get_state()})
+      _log(delayed.flush(), writer, progress)
+    checkpointer.save(step, network, {"prompts": demonstrations.prompts.get_state()})
+  if interrupt.requested:
+    logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
+  return network.params
+
+
+def _log(fetched, writer: MetricsWriter, progress: Progress) -> None:
+  for step, metrics in fetched:
+    writer.write(step, metrics)
+    progress.update(step, loss=metrics["sft_loss"], entropy=metrics["entropy"])

@@ -1,0 +1,116 @@
+"""What travels through the system: prompts, trajectories (host), packed batches and train states (device).
+
+Shape letters: B rows, T tokens, L layers, D model, H heads, K kv heads, E experts, k active, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from sao_jax.episode_types import PromptKey, Status
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+  """One finished episode on the host. All arrays have length T = prompt + actions + observations.
+
+  Attributes:
+    token_ids: int32 [T], exactly the ids that were sampled or appended; text is never re-tokenised.
+    action_mask: bool [T], True on tokens the policy sampled (the sampled stop token included).
+    behavior_logprobs: float32 [T], log-probability recorded when the token was sampled; NaN elsewhere.
+    policy_version: int32 [T], version of the weights that sampled the token; -1 elsewhere.
+    turn_starts: int32 [turns], index of the first sampled token of every turn.
+    reward: one finite scalar for the whole episode.
+    status: how the episode ended.
+    key: the prompt it came from.
+    rollout_id: number of the rollout in this run; with the run seed it determines all random keys.
+    info: small host-side facts for logs (latency in seconds, environment name, ...).
+  """
+
+  token_ids: Int[np.ndarray, "T"]
+  action_mask: Bool[np.ndarray, "T"]
+  behavior_logprobs: Float[np.ndarray, "T"]
+  policy_version: Int[np.ndarray, "T"]
+  turn_starts: Int[np.ndarray, "turns"]
+  reward: float
+  status: Status
+  key: PromptKey
+  rollout_id: int
+  info: dict[str, float] = dataclasses.field(default_factory=dict)
+
+  def __len__(self) -> int:
+    return len(self.token_ids)
+
+  @property
+  def num_sampled(self) -> int:
+    """n = sum of the action mask."""
+    return int(self.action_mask.sum())
+
+  @property
+  def oldest_version(self) -> int:
+    """Version of the oldest sampled token; staleness is measured on it. -1 without sampled tokens."""
+    return int(self.policy_version[self.action_mask].min()) if self.action_mask.any() else -1
+
+
+@flax.struct.dataclass
+class TrajectoryBatch:
+  """Trajectories packed into rows, as the train step sees them; sharded over the data axes.
+
+  Attributes:
+    token_ids: int32 [B, T]; 0 on padding (never infer a mask from ids).
+    segment_ids: int32 [B, T]; 0 on padding, 1, 2, ... for the trajectories of a row, in order.
+    positions: int32 [B, T]; restarts at 0 with every segment.
+    action_mask: bool [B, T]; True on sampled tokens.
+    behavior_logprobs: float32 [B, T]; NaN where not sampled, so that an unmasked use is seen at once.
+    policy_version: int32 [B, T]; -1 where not sampled.
+    rewards: float32 [B, T]; the episode's reward on its last sampled token, 0 elsewhere.
+    truncated: bool [B, T]; True on every token of a trajectory that was cut before a true end.
+  """
+
+  token_ids: Int[Array, "B T"]
+  segment_ids: Int[Array, "B T"]
+  positions: Int[Array, "B T"]
+  action_mask: Bool[Array, "B T"]
+  behavior_logprobs: Float[Array, "B T"]
+  policy_version: Int[Array, "B T"]
+  rewards: Float[Array, "B T"]
+  truncated: Bool[Array, "B T"]
+
+
+@flax.struct.dataclass
+class NetworkState:
+  """One network in training.
+
+  Attributes:
+    params: the full parameter tree, frozen leaves included.
+    opt_state: optimiser state of the trainable leaves only.
+    step: int32 scalar, number of updates applied (skipped non-finite ones do not count).
+  """
+
+  params: PyTree
+  opt_state: PyTree
+  step: Int[Array, ""]
+
+
+@flax.struct.dataclass
+class TrainState:
+  """Everything that the train step reads and returns (donated).
+
+  Attributes:
+    policy: the policy network.
+    critic: the value network.
+    policy_version: int32 scalar; version v = parameters after v policy updates. An update that the
+      non-finite guard skipped counts, as an empty update, so that host and device always agree.
+  """
+
+  policy: NetworkState
+  critic: NetworkState
+  policy_version: jax.Array

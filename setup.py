@@ -1,0 +1,42 @@
+"""Package metadata: the core dependencies suffice for `import sao_jax`; everything else is an extra."""
+
+import pathlib
+
+import setuptools
+
+EXTRAS = {
+  "hf": ["transformers>=5.0", "tokenizers>=0.22", "safetensors>=0.5", "jinja2>=3.1"],
+  "envs": ["reasoning-gym>=0.1.23", "math-verify>=0.8"],
+  "report": ["matplotlib>=3.9", "tensorboardX>=2.6.2", "jinja2>=3.1"],
+  "tpu": ["jax[tpu]>=0.10.2,<0.12"],
+  "aot": ["libtpu>=0.0.30"],
+  "notebooks": ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10"],
+  "test": ["pytest>=8", "hypothesis>=6.100", "beartype>=0.19", "ruff>=0.9"],
+}
+
+setuptools.setup(
+  name="sao_jax",
+  version="0.1.0",
+  description="SAO: Single-Rollout Asynchronous Optimization for language-model agents, in pure JAX",
+  long_description=(pathlib.Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+  long_description_content_type="text/markdown",
+  license="Apache-2.0",
+  python_requires=">=3.11",
+  packages=setuptools.find_packages(include=["sao_jax", "sao_jax.*", "launch", "configs"]),
+  package_data={"sao_jax": ["**/*.html"]},
+  install_requires=[
+    "jax>=0.10.2,<0.12",
+    "flax>=0.12,<0.14",
+    "optax>=0.2.5,<0.4",
+    "orbax-checkpoint>=0.11.20,<0.13",
+    "grain>=0.2.11,<0.4",
+    "tensorflow-datasets>=4.9.8,<5",
+    "jaxtyping>=0.3,<0.5",
+    "absl-py>=2.1,<3",
+    "chex>=0.1.90,<0.3",
+    "ml-collections>=1.0,<2",
+    "rich>=13.9,<16",
+    "numpy>=2.0,<3",
+  ],
+  extras_require=EXTRAS,
+)

@@ -21,7 +21,7 @@ def main(config: RunConfig, workdir: str) -> None:
   """Logs the result and writes it to `workdir/evaluation_<phase>.json`."""
   learner = setup.make_learner(config)
   params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
-  publish = setup.make_publisher(learner, setup.place(config).sampler)
+  publish = setup.make_publisher(learner)
   result = evaluation.evaluate(config, publish(params), version)
   logging.info("%s, version %d: held-out success %s", phase, version, result.success)
   record = {"phase": phase, "policy_version": version} | result.metrics()

@@ -30,7 +30,7 @@ def main(config: RunConfig, workdir: str) -> None:
   params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
   tokenizer = config.environment.tokenizer()
   prompt = config.environment.prompts(tokenizer, "heldout", config.evaluation.seed)[_PROMPT.value]
-  params = setup.make_publisher(learner, setup.place(config).sampler)(params)
+  params = setup.make_publisher(learner)(params)
   with sampling.make_service(config, params, seed=config.training.seed, version=version) as service:
     trajectories, failures = episodes.run_episodes(config, service, [prompt], temperature=_TEMPERATURE.value)
   if failures:

@@ -60,7 +60,9 @@ class PromptIterator:
     # Through JSON, so that a state that was stored as JSON and one that was not compare equal.
     saved, own = (json.loads(json.dumps(order)) for order in (state["order"], self._description))
     if saved != own:
-      changed = ", ".join(f"{name} {saved.get(name)!r} -> {own[name]!r}" for name in own if saved.get(name) != own[name])
+      changed = ", ".join(
+        f"{name} {saved.get(name)!r} -> {own[name]!r}" for name in own if saved.get(name) != own[name]
+      )
       raise ConfigError(
         "prompts",
         f"The saved position belongs to another order of prompts ({changed}).",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from sao_jax.episode_types import PromptKey
 from sao_jax.errors import ConfigError
 
 
-class TFDSPrompts:
+class TFDSPrompts(Sequence[Prompt]):
   """Random access to a prepared TFDS split as prompts: `len`, `[index]`.
 
   The data set's own splits keep training and held-out prompts apart ("train[:90%]", "test", ...).
@@ -46,14 +46,15 @@ class TFDSPrompts:
     except (
       tfds.core.DatasetNotFoundError,
       AssertionError,
-      FileNotFoundError,
+      OSError,
       NotImplementedError,
       ValueError,
       KeyError,
     ) as error:
+      reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__  # TFDS lists all sets
       raise ConfigError(
         "tfds",
-        f"Cannot open split {split!r} of {name!r} in {data_dir or 'the default data_dir'}: {error}",
+        f"Cannot open split {split!r} of {name!r} in {data_dir or 'the default data_dir'}: {reason}",
         'Prepare it first with file_format="array_record", and check name, split and data_dir.',
       ) from error
     self._environment, self._fields = environment, dict(fields)
@@ -66,6 +67,8 @@ class TFDSPrompts:
     return len(self._source)
 
   def __getitem__(self, index: int) -> Prompt:
+    if not 0 <= index < len(self):
+      raise IndexError(index)
     example = self._source[index]
     data = {target: json_value(example[feature]) for target, feature in self._fields.items()}
     return Prompt(PromptKey(self._environment, int(index), 0), data)
@@ -81,7 +84,9 @@ def json_value(value: Any) -> Any:
     try:
       return value.decode("utf-8")
     except UnicodeDecodeError as error:
-      raise ConfigError("fields", "A feature holds bytes that are not UTF-8 text.", "Map only text or numbers.") from error
+      raise ConfigError(
+        "fields", "A feature holds bytes that are not UTF-8 text.", "Map only text or numbers."
+      ) from error
   if isinstance(value, np.generic | np.ndarray):
     return json_value(value.tolist())
   if isinstance(value, dict):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -20,6 +20,7 @@ from sao_jax.episode_types import PromptKey, Status
 from sao_jax.rewards.scalar import check_reward
 
 __all__ = [
+  "DemonstratingSpec",
   "Demonstration",
   "Environment",
   "EnvironmentFailure",
@@ -78,6 +79,7 @@ class Demonstration:
   reward: float
 
 
+@runtime_checkable
 class Environment(Protocol):
   """One episode at a time; cheap to create. Inherit from it to get the default `on_truncated` and `close`.
 
@@ -108,8 +110,9 @@ class Environment(Protocol):
     return
 
 
+@runtime_checkable
 class EnvironmentSpec(Protocol):
-  """The settings of an environment. `demonstration` is optional: SFT needs it, RL does not."""
+  """The settings of an environment."""
 
   name: str
 
@@ -124,6 +127,11 @@ class EnvironmentSpec(Protocol):
   def prompts(self, tokenizer: ByteTokenizer, split: str, seed: int) -> Sequence[Prompt]:
     """Random access to the prompts of "train" or "heldout" (`len`, `[index]`); equal arguments, equal prompts."""
     ...
+
+
+@runtime_checkable
+class DemonstratingSpec(EnvironmentSpec, Protocol):
+  """The settings of an environment with an expert; SFT needs one, RL does not."""
 
   def demonstration(self, prompt: Prompt, tokenizer: ByteTokenizer, rng: np.random.Generator) -> Demonstration:
     """One imperfect expert episode on the prompt."""

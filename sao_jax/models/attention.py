@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -34,12 +38,39 @@ def grouped_attention(
   return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, length, heads, dim)
 
 
-def packed_attend(segment_ids: Int[Array, "B T"]):
+def rowwise_attention(
+  q: Float[Array, "B T H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"], mask: Bool[Array, "B T S"]
+) -> Float[Array, "B T H h"]:
+  """`grouped_attention` one row and kv head at a time, scores computed again in the backward pass.
+
+  For one CPU: the scores of a row stay in its cache, and every product is a plain 2-D one. On other devices, or with
+  rows sharded over several, a loop over rows would leave most of the hardware idle.
+  """
+  group = q.shape[2] // k.shape[2]
+
+  def row(inputs: tuple[jax.Array, ...]) -> jax.Array:
+    q, k, v, mask = inputs
+    outs = []
+    for head in range(k.shape[1]):
+      queries = q[:, head * group : (head + 1) * group].reshape(-1, q.shape[-1])
+      scores = jnp.dot(queries, k[:, head].T, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+      scores = scores.reshape(-1, group, k.shape[0])
+      scores = jnp.where(mask[:, None], scores, jnp.finfo(jnp.float32).min)
+      weights = jax.nn.softmax(scores, axis=-1).reshape(-1, k.shape[0]).astype(v.dtype)
+      outs.append(jnp.dot(weights, v[:, head]).reshape(-1, group, q.shape[-1]))
+    return jnp.concatenate(outs, axis=1)
+
+  return jax.lax.map(jax.checkpoint(row, prevent_cse=False), (q, k, v, mask))
+
+
+def packed_attend(segment_ids: Int[Array, "B T"], mesh: Mesh | None = None) -> Callable:
   """The `attend` argument of `transformer.trunk` for packed rows: causal within segments, carry untouched."""
   mask = packed_causal_mask(segment_ids)
+  one_cpu = (mesh is None or mesh.size == 1) and jax.default_backend() == "cpu"
+  attention = rowwise_attention if one_cpu else grouped_attention
 
-  def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_index: jax.Array, carry):
+  def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_index: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
     del layer_index
-    return grouped_attention(q, k, v, mask), carry
+    return attention(q, k, v, mask), carry
 
   return attend

@@ -11,13 +11,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.grouped_matmul import grouped_matmul
+from sao_jax.models.grouped_map import grouped_map
+from sao_jax.models.grouped_matmul import choose_implementation, grouped_matmul
+from sao_jax.models.linear import feed_forward
 from sao_jax.parallel.rules import AxisRules
+
+EXPERT_WEIGHTS = ("gate", "up", "down")
 
 
 def route(
-  x: Float[Array, "N D"], router: Float[Array, "D E"], num_active: int, renormalize: bool
-) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+  x: Float[Array, "*batch D"], router: Float[Array, "D E"], num_active: int, renormalize: bool
+) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
   """Weights and ids of the k most probable experts of every token.
 
   Softmax over all experts in fp32; of equal probabilities the lower expert id wins, in the sampler as in the learner.
@@ -30,46 +34,96 @@ def route(
 
 
 def expert_feed_forward(
+  params: dict[str, Any],
   x: Float[Array, "N D"],
   weights: Float[Array, "N k"],
   experts: Int[Array, "N k"],
-  gate: Float[Array, "E D F"],
-  up: Float[Array, "E D F"],
-  down: Float[Array, "E F D"],
   *,
   implementation: str,
 ) -> Float[Array, "N D"]:
-  """Σ_k weight · down(silu(gate(x)) · up(x)) over the experts that live here, ids 0 ... E - 1; others add nothing.
+  """Σ_k weight · feed_forward(expert k, x) over the experts that live here, ids 0 ... E - 1; other ids add nothing.
 
-  The N·k (token, expert) pairs are sorted by expert, so that every expert multiplies one contiguous block of rows.
+  The N · k pairs (token, expert) are sorted by expert, so that each expert multiplies one contiguous block of rows.
   """
-  num_tokens, num_active = experts.shape
-  num_experts = gate.shape[0]
+  num_active, num_experts = experts.shape[1], params["gate"].shape[0]
+  params = {name: params[name].astype(x.dtype) for name in EXPERT_WEIGHTS}
   ids = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
   order = jnp.argsort(ids, stable=True)
-  group_sizes = jnp.bincount(ids, length=num_experts + 1)[:num_experts].astype(jnp.int32)
-  matmul = functools.partial(grouped_matmul, group_sizes=group_sizes, implementation=implementation)
-  rows = x[order // num_active]
-  hidden = jax.nn.silu(matmul(rows, gate)) * matmul(rows, up)
-  out = matmul(hidden, down)
-  back = jnp.argsort(order)
-  out = out[back].reshape(num_tokens, num_active, -1)
+  inverse = jnp.argsort(order)
+  group_sizes = jnp.sum(ids[:, None] == jnp.arange(num_experts, dtype=ids.dtype), axis=0, dtype=jnp.int32)
+  rows = permute(jnp.repeat(x, num_active, axis=0), order, inverse)
+  if implementation == "blocked":
+    out = grouped_map(feed_forward, params, rows, group_sizes)
+  else:
+    matmul = functools.partial(grouped_matmul, group_sizes=group_sizes, implementation=implementation)
+    out = matmul(jax.nn.silu(matmul(rows, params["gate"])) * matmul(rows, params["up"]), params["down"])
+  out = permute(out, inverse, order).reshape(*experts.shape, -1)
   return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)
+
+
+@jax.custom_vjp
+def permute(rows: Float[Array, "M D"], order: Int[Array, " M"], inverse: Int[Array, " M"]) -> Float[Array, "M D"]:
+  """rows[order], where `inverse` undoes `order`. Its gradient is a gather too, where autodiff would scatter."""
+  return rows[order]
+
+
+permute.defvjp(
+  lambda rows, order, inverse: (rows[order], inverse),
+  lambda inverse, grad: (grad[inverse], None, None),
+)
 
 
 def moe_feed_forward(
   params: dict[str, Any], x: Float[Array, "B T D"], config: ModelConfig, mesh: Mesh | None, rules: AxisRules
 ) -> Float[Array, "B T D"]:
-  """The routed experts plus, where declared, the shared one.
+  """The routed experts of every token plus, where declared, the shared expert."""
+  weights, experts = route(x, params["router"], config.num_experts_per_token, config.renormalize_router)
+  routed = {name: params[name] for name in EXPERT_WEIGHTS}
+  platform = None if mesh is None else mesh.devices.flat[0].platform
+  implementation = choose_implementation(config.moe_implementation, platform)
+  if mesh is None or mesh.size == 1:
+    out = _local_experts(routed, x, weights, experts, implementation)
+  else:
+    out = _sharded_experts(routed, x, weights, experts, implementation, mesh, rules)
+  return out + feed_forward(params["shared"], x) if "shared" in params else out
 
-  On a mesh every device gathers the tokens of its "expert" group, computes the experts it holds (their hidden width
-  split over "tensor"), and the partial sums are scattered back: exact and dropless for any routing.
+
+def _local_experts(
+  params: dict[str, Any], x: jax.Array, weights: jax.Array, experts: jax.Array, implementation: str
+) -> jax.Array:
+  flat = (array.reshape(-1, array.shape[-1]) for array in (x, weights, experts))
+  return expert_feed_forward(params, *flat, implementation=implementation).reshape(x.shape)
+
+
+def _sharded_experts(
+  params: dict[str, Any],
+  x: jax.Array,
+  weights: jax.Array,
+  experts: jax.Array,
+  implementation: str,
+  mesh: Mesh,
+  rules: AxisRules,
+) -> jax.Array:
+  """Every device gathers the tokens of its "expert" group and computes the experts it holds, their width split over
+  "tensor"; the partial sums are added and scattered back. Exact and dropless for any routing.
   """
-  batch, length, dim = x.shape
-  weights, experts = route(
-    x.reshape(-1, dim), params["router"], config.num_experts_per_token, config.renormalize_router
+  tokens = rules.spec("batch", "sequence", None)
+  inward, outward = rules.spec("expert", None, "mlp"), rules.spec("expert", "mlp", None)
+  expert_axes = rules.mesh_axes("expert")
+  gathered = tuple(axis for axis in expert_axes if axis in rules.mesh_axes("batch"))
+  summed = tuple(axis for axis in expert_axes if axis not in gathered) + rules.mesh_axes("mlp")
+
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=({"gate": inward, "up": inward, "down": outward}, tokens, tokens, tokens),
+    out_specs=tokens,
+    check_vma=False,  # a Pallas kernel does not say over which axes its result varies
   )
-  gate, up, down = (params[name].astype(x.dtype) for name in ("gate", "up", "down"))
-  compute = functools.partial(expert_feed_forward, implementation=config.moe_implementation)
-  out = compute(x.reshape(-1, dim), weights, experts, gate, up, down)
-  return out.reshape(batch, length, dim)
+  def compute(params: dict[str, Any], *arrays: jax.Array) -> jax.Array:
+    x, weights, experts = (jax.lax.all_gather(array, gathered, axis=0, tiled=True) for array in arrays)
+    experts = experts - jax.lax.axis_index(expert_axes) * params["gate"].shape[0]
+    out = jax.lax.psum(_local_experts(params, x, weights, experts, implementation), summed)
+    return jax.lax.psum_scatter(out, gathered, scatter_dimension=0, tiled=True)
+
+  return compute(params, x, weights, experts)

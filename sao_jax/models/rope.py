@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 def rope_table(
   positions: Int[Array, "B T"], head_dim: int, theta: float
-) -> tuple[Float[Array, "B T h/2"], Float[Array, "B T h/2"]]:
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
   """cos and sin of position · theta^(-2i / head_dim), i = 0 ... head_dim / 2 - 1, fp32."""
   exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
   angles = positions[..., None].astype(jnp.float32) * jnp.power(jnp.float32(theta), -exponents)
@@ -20,7 +20,7 @@ def rope_table(
 
 
 def apply_rope(
-  x: Float[Array, "B T N h"], table: tuple[Float[Array, "B T h/2"], Float[Array, "B T h/2"]]
+  x: Float[Array, "B T N h"], table: tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
 ) -> Float[Array, "B T N h"]:
   """Rotates the pairs (x[i], x[i + h/2]) of every head by the token's angles; fp32 inside, dtype of `x` outside."""
   cos, sin = (part[:, :, None, :] for part in table)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
+from sao_jax.models.linear import feed_forward, linear
 from sao_jax.models.moe import moe_feed_forward
 from sao_jax.models.norms import rms_norm
 from sao_jax.models.rope import apply_rope, rope_table
@@ -39,7 +40,7 @@ def param_specs(config: ModelConfig) -> Specs:
   if config.qk_norm:
     attention |= {name: spec((head_dim,), (None,), "ones") for name in ("q_norm", "k_norm")}
 
-  def feed_forward(width: int) -> Specs:
+  def gated(width: int) -> Specs:
     inward, outward = spec((dim, width), ("embed", "mlp")), spec((width, dim), ("mlp", "embed"))
     return {"gate": inward, "up": inward, "down": outward}
 
@@ -47,7 +48,7 @@ def param_specs(config: ModelConfig) -> Specs:
   num_dense = config.num_dense_layers if config.num_experts else config.num_layers
   specs = {"embed": spec((config.vocab_size, dim), ("vocab", "embed")), "final_norm": norm}
   if num_dense:
-    specs["dense_layers"] = stack_specs(layer | {"mlp": feed_forward(config.d_ff)}, num_dense)
+    specs["dense_layers"] = stack_specs(layer | {"mlp": gated(config.d_ff)}, num_dense)
   if num_dense < config.num_layers:
     experts, width = config.num_experts, config.d_ff_expert
     moe = {
@@ -57,29 +58,23 @@ def param_specs(config: ModelConfig) -> Specs:
       "down": spec((experts, width, dim), ("expert", "mlp", "embed")),
     }
     if config.d_ff_shared:
-      moe["shared"] = feed_forward(config.d_ff_shared)
+      moe["shared"] = gated(config.d_ff_shared)
     specs["moe_layers"] = stack_specs(layer | {"moe": moe}, config.num_layers - num_dense)
   if not config.tie_embeddings:
     specs["head"] = spec((dim, config.vocab_size), ("embed", "vocab"))
   return specs
 
 
-def feed_forward(params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-  """down(silu(gate(x)) · up(x))."""
-  gate, up, down = (params[name].astype(x.dtype) for name in ("gate", "up", "down"))
-  return jnp.dot(jax.nn.silu(jnp.dot(x, gate)) * jnp.dot(x, up), down)
-
-
 def attention(
   params: Params, x: Float[Array, "B T D"], table, config: ModelConfig, attend: Attend, layer_index, carry
 ) -> tuple[Float[Array, "B T D"], Any]:
   """Projections, optional q/k norm, rotary embedding, and whatever `attend` does with q, k and v."""
-  q, k, v = (jnp.einsum("btd,dnh->btnh", x, params[name].astype(x.dtype)) for name in ("q", "k", "v"))
+  q, k, v = (linear(x, params[name]) for name in ("q", "k", "v"))
   if config.qk_norm:
     q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
     k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
   out, carry = attend(apply_rope(q, table), apply_rope(k, table), v, layer_index, carry)
-  return jnp.einsum("btnh,nhd->btd", out, params["o"].astype(x.dtype)), carry
+  return linear(out.reshape(*x.shape[:2], -1), params["o"].reshape(-1, x.shape[-1])), carry
 
 
 def trunk(

@@ -146,13 +146,13 @@ class TrajectoryBuffer:
   def fail(self, error: BaseException) -> None:
     """From now on every `take` raises `error`; the first one stays."""
     with self._changed:
-      self._error = self._error or error
+      self._error = error if self._error is None else self._error
       self._changed.notify_all()
 
   def end(self, reason: BaseException) -> None:
     """No further trajectory will come: a `take` that cannot be filled raises `reason`."""
     with self._changed:
-      self._ended = self._ended or reason
+      self._ended = reason if self._ended is None else self._ended
       self._changed.notify_all()
 
   def snapshot(self) -> tuple[dict[str, Any], list[Trajectory]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import numbers
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -165,8 +166,9 @@ class _EnvironmentCaller:
     # A copy: what an environment does to its argument must not reach the trajectory.
     result = await self._call("step", lambda: self._environment.step(action_ids.copy()))
     result = check_step_result(result, environment=self._name, vocab_size=self._vocab_size)
-    if not all(isinstance(value, int | float) for value in dict(result.info).values()):
-      raise EnvironmentFailure(self._name, f"info must map names to numbers, got {result.info!r:.80}")
+    info = result.info
+    if not isinstance(info, dict) or not all(isinstance(value, numbers.Real) for value in info.values()):
+      raise EnvironmentFailure(self._name, f"info must map names to numbers, got {info!r:.80}")
     return result
 
   async def on_truncated(self, status: Status) -> float:

@@ -11,7 +11,7 @@ from sao_jax.rollout.admission import AdmissionControl
 from sao_jax.types import PromptKey
 
 
-class PromptIterator(Protocol):
+class PromptStream(Protocol):
   """Prompts in order; its state is JSON."""
 
   def __next__(self) -> Prompt: ...
@@ -36,7 +36,7 @@ class RolloutIntake:
     exhausted: whether the prompts have ended.
   """
 
-  def __init__(self, prompts: PromptIterator, admission: AdmissionControl):
+  def __init__(self, prompts: PromptStream, admission: AdmissionControl):
     self.exhausted = False
     self._prompts, self._admission = prompts, admission
     self._next_rollout_id = 0

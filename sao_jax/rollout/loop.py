@@ -37,7 +37,7 @@ from sao_jax.rollout.failures import (
   outcome_of,
   reason_of,
 )
-from sao_jax.rollout.intake import PromptIterator, Rollout, RolloutIntake
+from sao_jax.rollout.intake import PromptStream, Rollout, RolloutIntake
 from sao_jax.rollout.runner import EpisodeRunner, Sampler
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
 from sao_jax.rollout.watchdog import Progress, Watchdog, describe_tasks, describe_thread
@@ -58,7 +58,7 @@ class RolloutLoop:
   def __init__(
     self,
     make_environment: Callable[[], Environment],
-    prompts: PromptIterator,
+    prompts: PromptStream,
     sampler: Sampler,
     buffer: TrajectoryBuffer,
     config: RolloutConfig,
@@ -136,9 +136,9 @@ class RolloutLoop:
 
   def check(self) -> None:
     """Raises the exception that stopped the loop, or the sampler, as itself."""
-    error = self.error or getattr(self._sampler, "error", None)
-    if error is not None:
-      raise error
+    for error in (self.error, getattr(self._sampler, "error", None)):
+      if error is not None:
+        raise error
 
   def on_version(self, version: int) -> None:
     """Tells that `version` is published; the oldest batch in training, if there is one, is thereby trained on."""
@@ -188,8 +188,6 @@ class RolloutLoop:
     event_loop = asyncio.new_event_loop()
     try:
       event_loop.run_until_complete(self._main())
-    except BaseException as error:  # whatever it is, it must reach the main loop
-      self._fail(error)
     finally:
       event_loop.close()
 
@@ -203,13 +201,16 @@ class RolloutLoop:
         self._awake.clear()
         self._start_rollouts()
         await self._awake.wait()
+    except BaseException as error:  # whatever it is, it must reach the main loop
+      self._fail(error)
     finally:
-      heartbeat.cancel()
       self._admission.on_capacity = lambda: None
-      for task in self._tasks:
+      for task in {heartbeat, *self._tasks}:
         task.cancel()
       await asyncio.wait({heartbeat, *self._tasks}, timeout=5.0)
-      await self._runner.close(timeout=1.0)
+      # Environments that are being closed, and calls that were given up; some of them may never end.
+      if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(rest, timeout=1.0)
 
   async def _heartbeat(self) -> None:
     while True:
@@ -281,7 +282,7 @@ class RolloutLoop:
   def _fail(self, error: BaseException) -> None:
     """Stops the loop and tells the trainer; from any thread. The first error stays."""
     with self._admission.lock:
-      self.error = self.error or error
+      self.error = error if self.error is None else self.error
     self.buffer.fail(self.error)
     self._wake()
 

@@ -55,7 +55,7 @@ class EpisodeRunner:
     self._make_environment, self._sampler, self._limits = make_environment, sampler, limits
     self._temperature, self._timeout, self._retries = temperature, timeout, retries
     self._on_activity, self._on_retry = on_activity, on_retry
-    self._closing: set[asyncio.Task] = set()
+    self._closing: set[asyncio.Task] = set()  # an event loop holds tasks only weakly
 
   async def run(self, rollout: Rollout) -> Trajectory:
     """One rollout. Raises what `run_episode` raises, after the last attempt."""
@@ -69,11 +69,6 @@ class EpisodeRunner:
       self._on_retry()
       await asyncio.sleep(RETRY_DELAY * 2**attempt)
     return await self._attempt(rollout)
-
-  async def close(self, timeout: float) -> None:
-    """Waits for environments that are still being closed."""
-    if self._closing:
-      await asyncio.wait(self._closing, timeout=timeout)
 
   async def _attempt(self, rollout: Rollout) -> Trajectory:
     environment = self._new_environment(rollout.prompt.key.environment)

@@ -95,6 +95,7 @@ class RolloutStatistics:
       "mean_lag": sum(lag * n for lag, n in self._token_lags.items()) / lag_tokens if lag_tokens else float("nan"),
       "max_lag": max(self._token_lags, default=0),
       "token_lags": dict(sorted(self._token_lags.items())),
+      "dropped_by_length": dict(sorted(self._dropped_lengths.items())),
       "drop_rate_by_length": {
         length: self._dropped_lengths[length] / count for length, count in sorted(self._generated_lengths.items())
       },

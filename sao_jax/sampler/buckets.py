@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
+
+from jax.sharding import Mesh
 
 from sao_jax.config import SamplerConfig
 from sao_jax.errors import ConfigError
+from sao_jax.parallel.rules import AxisRules
 
 _SMALLEST_WINDOW = 16
 _SMALLEST_ROWS = 8
@@ -36,13 +40,18 @@ def row_buckets(num_slots: int) -> tuple[int, ...]:
   return tuple(reversed(sizes))
 
 
-def prefill_batches(prefill_batch: int) -> tuple[int, ...]:
-  """Numbers of sequences per prefill call, descending powers of two: n sequences take few calls and no empty row."""
-  return tuple(2**i for i in reversed(range(prefill_batch.bit_length())))
+def prefill_batches(prefill_batch: int, shards: int = 1) -> tuple[int, ...]:
+  """Numbers of sequences per prefill call, descending: `shards` times powers of two, so that rows are rarely empty."""
+  return tuple(shards * 2**i for i in reversed(range(max(1, prefill_batch // shards).bit_length())))
 
 
-def check_sampler_config(config: SamplerConfig) -> None:
-  """Refuses sizes that cannot work.
+def data_shards(mesh: Mesh, rules: AxisRules) -> int:
+  """How many devices share the slots, or the rows of a batch."""
+  return math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch"))
+
+
+def check_sampler_config(config: SamplerConfig, shards: int = 1) -> None:
+  """Refuses sizes that cannot work, alone or with slots split over `shards` devices.
 
   Raises:
     ConfigError: naming the field.
@@ -50,6 +59,12 @@ def check_sampler_config(config: SamplerConfig) -> None:
   for name in ("num_slots", "context_length", "decode_steps", "prefill_batch"):
     if getattr(config, name) < 1:
       raise ConfigError(f"sampler.{name}", f"it is {getattr(config, name)}.", "use a positive number.")
+  if config.num_slots % shards:
+    raise ConfigError(
+      "sampler.num_slots",
+      f"{config.num_slots} slots cannot be split over {shards} devices of the mesh's data axes.",
+      f"use a multiple of {shards}.",
+    )
   for name in ("prefill_buckets", "window_buckets"):
     if any(size < 1 for size in getattr(config, name)):
       raise ConfigError(f"sampler.{name}", f"it is {getattr(config, name)}.", "use positive sizes.")

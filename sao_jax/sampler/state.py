@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -67,17 +69,24 @@ def empty_slots(num_slots: int) -> SlotState:
   )
 
 
-def empty_state(
-  model: ModelConfig, sampler: SamplerConfig, mesh: Mesh | None = None, rules: AxisRules | None = None
-) -> EngineState:
-  """The state of an engine that holds nothing; on a mesh, slots over the data axes and kv heads over "tensor"."""
+def state_shardings(mesh: Mesh, rules: AxisRules) -> EngineState:
+  """Slots over the data axes, kv heads over "tensor"."""
+  cache = NamedSharding(mesh, rules.spec(None, "slots", "kv_heads"))
+  slots = NamedSharding(mesh, rules.spec("slots"))
+  fields = [field.name for field in dataclasses.fields(SlotState)]
+  return EngineState(cache=KVCache(k=cache, v=cache), slots=SlotState(**dict.fromkeys(fields, slots)))
+
+
+def place_state(state: EngineState, mesh: Mesh | None, rules: AxisRules) -> EngineState:
+  """Tells the partitioner where the state lives, so that no program changes its layout."""
+  return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(mesh, rules))
+
+
+def empty_state(model: ModelConfig, sampler: SamplerConfig, mesh: Mesh | None, rules: AxisRules) -> EngineState:
+  """The state of an engine that holds nothing."""
 
   def build() -> EngineState:
     cache = empty_cache(model, sampler.num_slots, sampler.context_length, sampler.cache_dtype)
     return EngineState(cache=cache, slots=empty_slots(sampler.num_slots))
 
-  if mesh is None or rules is None:
-    return build()
-  cache = NamedSharding(mesh, rules.spec(None, "slots", "kv_heads"))
-  slots = NamedSharding(mesh, rules.spec("slots"))
-  return jax.jit(build, out_shardings=EngineState(cache=cache, slots=slots))()
+  return build() if mesh is None else jax.jit(build, out_shardings=state_shardings(mesh, rules))()

@@ -15,9 +15,9 @@ from sao_jax.models.transformer import head_logits, trunk
 from sao_jax.parallel.params import Params
 from sao_jax.parallel.rules import AxisRules
 from sao_jax.sampler.attend import cached_attend
-from sao_jax.sampler.cache import KVCache, empty_cache, read_window, write_rows
+from sao_jax.sampler.cache import empty_cache, read_window, write_rows
 from sao_jax.sampler.sampling import SamplingRule, sample_tokens, slot_uniforms
-from sao_jax.sampler.state import EngineState, SlotState
+from sao_jax.sampler.state import EngineState, SlotState, place_state
 
 
 @flax.struct.dataclass
@@ -76,9 +76,8 @@ def extend(
   attend = cached_attend(prefix, starts, step=0)
   new = trunk(params, config, token_ids, positions, attend=attend, carry=new, mesh=mesh, rules=rules)[1]
   update = update.replace(lengths=starts + counts, active=update.active & ~overflow, overflow=overflow)
-  return EngineState(
-    cache=write_rows(state.cache, new, slots, starts, counts), slots=_put_rows(state.slots, slots, update)
-  )
+  cache = write_rows(state.cache, new, slots, starts, counts)
+  return place_state(EngineState(cache=cache, slots=_put_rows(state.slots, slots, update)), mesh, rules)
 
 
 @functools.partial(
@@ -158,7 +157,7 @@ def decode(
   _, last, new, outputs = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), first, new, outputs))
   cache = write_rows(state.cache, new, slots, first.lengths, last.lengths - first.lengths)
   table = last if everything else _put_rows(state.slots, slots, last)
-  return EngineState(cache=cache, slots=table), outputs.replace(overflow=last.overflow)
+  return place_state(EngineState(cache=cache, slots=table), mesh, rules), outputs.replace(overflow=last.overflow)
 
 
 def _advance(rows: SlotState, tokens: Int[Array, " R"], capacity: int) -> tuple[SlotState, Bool[Array, " R"]]:

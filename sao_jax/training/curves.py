@@ -82,7 +82,7 @@ def _series(lines: Lines, key: str) -> tuple[Float[np.ndarray, " N"], Float[np.n
   for line in lines:
     value = line.get(key)
     if isinstance(value, list):
-      value = sum(item for item in value if item is not None)
+      value = sum(item or 0 for item in value) if value else None
     if value is not None and math.isfinite(value):
       steps.append(line["step"])
       values.append(value)
@@ -146,18 +146,20 @@ def _rejected(axes: Any, lines: Lines) -> None:
 
 def _lag(axes: Any, lines: Lines) -> None:
   histograms = [line["lag_histogram"] for line in lines if line.get("lag_histogram")]
-  total = np.zeros(max(len(histogram) for histogram in histograms), np.float64)
+  tokens = np.zeros(max(len(histogram) for histogram in histograms) + 1, np.float64)
   for histogram in histograms:
-    total[: len(histogram)] += [count or 0 for count in histogram]
-  share = 100 * total / max(total.sum(), 1)
-  lags = np.arange(len(total))
+    tokens[: len(histogram)] += [count or 0 for count in histogram]
+  tokens[-1] = sum(line.get("lag_overflow") or 0 for line in lines)
+  lags = np.arange(len(tokens) if tokens[-1] else len(tokens) - 1)
+  share = 100 * tokens[: len(lags)] / max(tokens.sum(), 1)
   axes.bar(lags, share, color=BLUE, width=0.8, label=f"all steps, mean lag {float(lags @ share) / 100:.2f}")
   axes.grid(axis="x", visible=False)
-  _finish(axes, "sampled tokens (%)", "lag when trained (policy versions; the last bar holds all beyond)")
+  beyond = f"; {lags[-1]} stands for all beyond" if tokens[-1] else ""
+  _finish(axes, "sampled tokens (%)", f"lag when trained (policy versions{beyond})")
 
 
 def _explained_variance(axes: Any, lines: Lines) -> None:
-  _curve(axes, lines, "explained_variance", "value network", BLUE)
+  _curve(axes, lines, "explained_variance", "critic", BLUE)
   axes.axhline(0, color=GREY, linewidth=1, linestyle="--", label="predicting the mean")
   _, values = _series(lines, "explained_variance")
   # A cold critic starts far below zero; the part that matters is between -1 and 1.
@@ -169,8 +171,10 @@ def _gradients(axes: Any, lines: Lines) -> None:
   from matplotlib import ticker  # an optional extra
 
   _curve(axes, lines, "policy_grad_norm", "policy", BLUE)
-  _curve(axes, lines, "value_grad_norm", "value network", ORANGE)
-  positive = [value for key in ("policy_grad_norm", "value_grad_norm") for value in _series(lines, key)[1] if value > 0]
+  _curve(axes, lines, "critic_grad_norm", "critic", ORANGE)
+  positive = [
+    value for key in ("policy_grad_norm", "critic_grad_norm") for value in _series(lines, key)[1] if value > 0
+  ]
   if positive and max(positive) > 20 * min(positive):
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
@@ -226,7 +230,7 @@ PANELS = (
     "gradient_norms",
     "Gradient norms",
     "Global norms of both networks before clipping.",
-    ("policy_grad_norm", "value_grad_norm"),
+    ("policy_grad_norm", "critic_grad_norm"),
     _gradients,
   ),
   Panel(

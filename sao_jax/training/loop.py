@@ -26,7 +26,7 @@ from sao_jax.training.metrics import DelayedFetch, MetricsWriter
 from sao_jax.training.progress import Progress
 from sao_jax.training.rollouts import StepMetrics, make_rollout_loop, take
 from sao_jax.training.sampling import make_service
-from sao_jax.training.setup import Learner, abstract_state, make_learner, make_publisher, place, rows_multiple
+from sao_jax.training.setup import Learner, abstract_state, make_learner, make_publisher, rows_multiple
 from sao_jax.training.validation import validate
 from sao_jax.types import TrainState
 
@@ -86,7 +86,7 @@ class _Run:
   def __init__(self, config, workdir, phase, learner: Learner, checkpointer: Checkpointer, interrupt: Interrupt):
     self.config, self.workdir, self.phase = config, workdir, phase
     self.learner, self.checkpointer, self.interrupt = learner, checkpointer, interrupt
-    self.publish = make_publisher(learner, place(config).sampler)
+    self.publish = make_publisher(learner)
     self.explained_variance: list[float] = []
     self.latest: dict[str, Any] = {}
 

@@ -181,8 +181,10 @@ def make_sampler_mesh(config: RunConfig, devices: tuple[Any, ...]) -> Mesh | Non
   return make_mesh(layout, devices)
 
 
-def make_publisher(learner: Learner, sampler_mesh: Mesh | None, devices: tuple[Any, ...]) -> Callable[[PyTree], PyTree]:
+def make_publisher(learner: Learner) -> Callable[[PyTree], PyTree]:
   """publish(params) -> the sampler's own copy of the policy on its devices, never aliasing the training tree."""
+  devices = place(learner.config).sampler
+  sampler_mesh = make_sampler_mesh(learner.config, devices)
   if sampler_mesh is None:
     target = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(devices[0]), learner.policy_specs)
   else:

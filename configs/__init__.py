@@ -1,0 +1,1 @@
+"""Configurations: each file has a `get_config()` that returns a `RunConfig`."""

@@ -1,0 +1,1 @@
+"""Programs: each parses its flags and calls the library."""

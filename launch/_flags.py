@@ -1,0 +1,214 @@
+"""What all launchers share: --config, its overrides, --workdir, --seed, and errors that fit on one screen.
+
+    python -m launch.train --config=configs/calculator.py --workdir=runs/a --seed=1 --config.algorithm.epsilon_low=0.2
+
+`--config` names a Python file with a `get_config()` that returns a `RunConfig`. ml_collections parses the overrides;
+the frozen configuration is rebuilt from them, so that an unknown field or a value of the wrong type is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging as python_logging
+import os
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import app, flags, logging
+from ml_collections import config_dict, config_flags
+
+from sao_jax.config import RunConfig
+from sao_jax.errors import ConfigError
+from sao_jax.parallel.process import initialize_processes
+from sao_jax.training import config_tree
+from sao_jax.training.validation import validate
+
+flags.disclaim_key_flags()  # --help of a launcher shows these flags as its own
+
+CONFIG_FILE = "config.json"
+EXIT_BAD_INPUT = 2
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+
+_OVERRIDE = re.compile(r"--?(no)?config\.(?P<path>[^=]*)")
+_ILLEGAL_VALUE = re.compile(r"flag --config\.(?P<path>[\w.]+)=(?P<value>.*?): ", re.DOTALL)
+_HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull", "--helpxml", "-helpxml"}
+
+
+def run(main: Callable[[RunConfig, str], Any], *, record: bool = True) -> None:
+  """Parses the command line, checks it, and calls `main(config, workdir)`; never returns.
+
+  Bad input, found here or raised by `main` as ConfigError, ends the program with its message on standard error and exit
+  status 2. A launcher may define absl flags of its own. `record=False` (programs that only look at a run) leaves
+  `workdir/config.json` as it is.
+  """
+  try:
+    config, workdir = parse(sys.argv)
+    check_writable(workdir)
+  except ConfigError as error:
+    _refuse(error)
+
+  def start(_: Sequence[str]) -> None:
+    _set_up_logging()
+    try:
+      initialize_processes()
+      validate(config, training=False)
+      if record:
+        record_config(config, workdir)
+      main(config, workdir)
+    except ConfigError as error:
+      _refuse(error)
+
+  app.run(start, argv=sys.argv[:1], flags_parser=lambda argv: argv)
+
+
+def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> tuple[RunConfig, str]:
+  """Returns the configuration with its overrides, and the working directory. Raises ConfigError for bad input."""
+  flags.DEFINE_string("workdir", None, "Directory of checkpoints, metrics and reports.", flag_values=flag_values)
+  flags.DEFINE_integer("seed", None, "Sets training.seed.", lower_bound=0, flag_values=flag_values)
+  path, rest = _take_config_path(argv)
+  config = None if path is None or _HELP & set(argv) else load_config(path)
+  if config is None:
+    flags.DEFINE_string("config", None, "Python file whose get_config() returns a RunConfig.", flag_values=flag_values)
+  else:
+    _define_overrides(config, rest, flag_values)
+  app.define_help_flags()
+  try:
+    left_over = flag_values(rest)[1:]
+  except flags.Error as error:
+    raise _flag_error(error, config) from error
+  if left_over:
+    raise ConfigError("command line", f"unexpected {left_over[0]!r}.", "Flags begin with --, as in --workdir=runs/a.")
+  if config is None:
+    raise ConfigError("--config", "it is missing.", f"Pass one, as in --config={_configs()[0]}.")
+  if not flag_values["workdir"].value:
+    raise ConfigError("--workdir", "it is missing.", "Name a directory to write to, as in --workdir=runs/a.")
+  overrides = dict(flag_values["config"].override_values)
+  if flag_values["seed"].value is not None:
+    overrides["training.seed"] = flag_values["seed"].value
+  return config_tree.replace(config, overrides), flag_values["workdir"].value
+
+
+def load_config(path: str) -> RunConfig:
+  """Runs `get_config()` of the Python file at `path`, relative to the current folder or to the repository."""
+  file = next((place for place in (pathlib.Path(path), REPOSITORY / path) if place.is_file()), None)
+  if file is None:
+    raise ConfigError("--config", f"there is no file {path}.", f"Choose one of {', '.join(_configs())}, or write one.")
+  name = f"sao_jax_config_{file.stem}"
+  spec = importlib.util.spec_from_file_location(name, file)
+  if spec is None or file.suffix != ".py":
+    raise ConfigError("--config", f"{path} is not a Python file.", "Name a .py file that defines get_config().")
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module  # dataclasses look their module up
+  spec.loader.exec_module(module)
+  if not hasattr(module, "get_config"):
+    raise ConfigError("--config", f"{path} defines no get_config().", "Add a function that returns a RunConfig.")
+  config = module.get_config()
+  if not isinstance(config, RunConfig):
+    got = type(config).__name__
+    raise ConfigError("--config", f"get_config() of {path} returned a {got}.", "Return a sao_jax.config.RunConfig.")
+  config_tree.check_types(config)
+  return config
+
+
+def check_writable(workdir: str) -> None:
+  """Creates `workdir` and a file in it; raises ConfigError when that is not permitted."""
+  remedy = "Pass a --workdir on a mounted file system where you may write, as in --workdir=runs/a."
+  if "://" in workdir:
+    raise ConfigError("--workdir", f"{workdir} is a remote address.", remedy)
+  try:
+    os.makedirs(workdir, exist_ok=True)
+    with tempfile.TemporaryFile(dir=workdir):
+      pass
+  except OSError as error:
+    raise ConfigError("--workdir", f"cannot write to {workdir}: {error.strerror}.", remedy) from error
+
+
+def record_config(config: RunConfig, workdir: str) -> None:
+  """Writes `workdir/config.json`; when there was one, logs the fields that differ from it."""
+  path = pathlib.Path(workdir) / CONFIG_FILE
+  new = config_tree.to_json(config)
+  if path.exists():
+    try:
+      old = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+      old = {}
+    for field, before, now in config_tree.differences(old, new):
+      logging.warning("The configuration differs from the last run's: %s was %s, is %s.", field, before, now)
+  temporary = path.with_suffix(f".{os.getpid()}.tmp")
+  temporary.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
+  os.replace(temporary, path)
+
+
+def _take_config_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+  """Splits off `--config=PATH` or `--config PATH`: the file must be known before its fields become flags."""
+  path, rest, index = None, [], 0
+  while index < len(argv):
+    name, given, value = argv[index].partition("=")
+    if name in ("--config", "-config"):
+      if not given:
+        index += 1
+        value = argv[index] if index < len(argv) else ""
+      path = value
+    else:
+      rest.append(argv[index])
+    index += 1
+  return path, rest
+
+
+def _define_overrides(config: RunConfig, argv: Sequence[str], flag_values: flags.FlagValues) -> None:
+  """Defines the --config.* flags that occur in `argv`, for ml_collections to parse."""
+  known = [path for path, _, _ in config_tree.leaves(config)]
+  for argument in argv:
+    match = _OVERRIDE.match(argument)
+    if match and match["path"] not in known:
+      # A section or an unknown name: replace() has the right message for either.
+      config_tree.replace(config, {match["path"]: None})
+  config_flags.DEFINE_config_dict("config", _typed(config), flag_values=flag_values, sys_argv=list(argv))
+
+
+def _typed(section: Any) -> config_dict.ConfigDict:
+  """The fields with the types that ml_collections is to parse; what it has no parser for is read as a literal."""
+  result = config_dict.ConfigDict()
+  for name, annotation in config_tree.annotations(section).items():
+    value = getattr(section, name)
+    if config_tree.is_section(value):
+      result[name] = _typed(value)
+    elif annotation is float:
+      result[name] = float(value)
+    elif type(value) in (bool, int, str, tuple) and annotation is not Any:
+      result[name] = value
+    else:
+      result[name] = config_dict.FieldReference(value, field_type=object)
+  return result
+
+
+def _flag_error(error: flags.Error, config: RunConfig | None) -> ConfigError:
+  match = _ILLEGAL_VALUE.search(str(error))
+  if match and config is not None:
+    annotation = {path: annotation for path, _, annotation in config_tree.leaves(config)}[match["path"]]
+    return config_tree.wrong_type(match["path"], match["value"], annotation)
+  problem = str(error).removesuffix(" ?") + ("?" if str(error).endswith("?") else ".")
+  return ConfigError("command line", problem, "--help lists the flags.")
+
+
+def _configs() -> list[str]:
+  return sorted(f"configs/{path.name}" for path in (REPOSITORY / "configs").glob("[!_]*.py")) or ["configs/NAME.py"]
+
+
+def _set_up_logging() -> None:
+  """The log tells what this project does; of the libraries below it, what went wrong."""
+  if flags.FLAGS["verbosity"].using_default_value:
+    logging.set_verbosity(logging.INFO)
+  library = re.compile(r"[/\\](orbax|grain|jax|tensorflow_datasets|etils)[/\\]")
+  is_ours = lambda record: record.levelno >= python_logging.WARNING or not library.search(record.pathname)
+  logging.get_absl_handler().addFilter(is_ours)
+
+
+def _refuse(error: ConfigError) -> None:
+  sys.stderr.write(f"error: {error}\n")
+  sys.exit(EXIT_BAD_INPUT)

@@ -1,0 +1,140 @@
+"""Calculator: a multi-turn tool task. A question with several operands, a tool that takes two, one answer.
+
+    <|bos|><|user|>3-12*7<|end|><|assistant|>             prompt
+    <|tool_call|>12*7<|end|>                              action
+    <|observation|>84<|end|><|assistant|>                 observation
+    <|tool_call|>3-84<|end|>                              action
+    <|observation|>-81<|end|><|assistant|>                observation
+    <|answer|>-81<|end|>                                  action, ends the episode
+
+The reward is 1 when the answer is the right integer, however it was found (without a tool call too), else 0. Whatever
+else the policy writes is its own fault and graded: it is answered with the observation "error" and uses up a call, and
+an episode that asks for more calls than it has ends with reward 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from sao_jax.data.prompts import check_split, split_of
+from sao_jax.data.tokenizer import ByteTokenizer
+from sao_jax.environments import arithmetic
+from sao_jax.environments.base import Demonstration, Environment, Prompt, StepResult
+from sao_jax.environments.calculator_expert import demonstrate
+from sao_jax.episode_types import PromptKey
+from sao_jax.errors import ConfigError
+from sao_jax.rewards.exact_match import integer_match
+
+
+@dataclasses.dataclass(frozen=True)
+class Calculator:
+  """Settings of the task."""
+
+  name: str = "calculator"
+  num_operands: int = 3
+  max_operand: int = 9
+  operators: str = arithmetic.OPERATORS
+  max_calls: int = 4  # turns without an answer; one more ends the episode with reward 0
+  num_prompts: int = 100_000  # per epoch and split; questions may repeat within it
+  demonstration_noise: float = 0.3  # chance that one step of a demonstration goes wrong
+
+  def __post_init__(self):
+    checks = (
+      ("num_operands", 2 <= self.num_operands <= 6, "between 2 and 6"),
+      ("max_operand", 2 <= self.max_operand <= 99, "between 2 and 99"),
+      ("operators", bool(self.operators) and set(self.operators) <= set(arithmetic.OPERATORS), "some of + - *"),
+      ("max_calls", self.max_calls >= self.num_operands - 1, "at least num_operands - 1"),
+      ("num_prompts", self.num_prompts >= 1, "at least 1"),
+      ("demonstration_noise", 0.0 <= self.demonstration_noise <= 1.0, "between 0 and 1"),
+    )
+    for field, valid, remedy in checks:
+      if not valid:
+        raise ConfigError(f"environment.{field}", f"{getattr(self, field)!r} cannot work.", f"Use {remedy}.")
+
+  def tokenizer(self) -> ByteTokenizer:
+    return ByteTokenizer()
+
+  def make(self, tokenizer: ByteTokenizer) -> CalculatorEpisode:
+    return CalculatorEpisode(self, tokenizer)
+
+  def prompts(self, tokenizer: ByteTokenizer, split: str, seed: int) -> CalculatorPrompts:
+    return CalculatorPrompts(self, check_split(split), seed)
+
+  def demonstration(self, prompt: Prompt, tokenizer: ByteTokenizer, rng: np.random.Generator) -> Demonstration:
+    """An expert whose every step goes wrong with probability `demonstration_noise`, see `calculator_expert`."""
+    return demonstrate(self.make(tokenizer), prompt, rng, self.demonstration_noise)
+
+
+class CalculatorPrompts(Sequence[Prompt]):
+  """Questions by index: the first of the draws (seed, index, 0), (seed, index, 1), ... that falls into the split."""
+
+  def __init__(self, settings: Calculator, split: str, seed: int):
+    self._settings, self._split, self._seed = settings, split, seed
+
+  def __len__(self) -> int:
+    return self._settings.num_prompts
+
+  def __getitem__(self, index: int) -> Prompt:
+    if not 0 <= index < len(self):
+      raise IndexError(index)
+    settings, index, attempt = self._settings, int(index), 0
+    while True:
+      rng = np.random.default_rng((self._seed, index, attempt))
+      question = arithmetic.draw_question(rng, settings.num_operands, settings.max_operand, settings.operators)
+      if split_of(question) == self._split:
+        return Prompt(PromptKey(settings.name, index, 0), {"question": question})
+      attempt += 1
+
+
+class CalculatorEpisode(Environment):
+  """One episode. `begin` and `respond` are the synchronous core of `reset` and `step`: they never wait."""
+
+  def __init__(self, settings: Calculator, tokenizer: ByteTokenizer):
+    self.name, self.stop_ids = settings.name, (tokenizer.end_id,)
+    self.tokenizer = tokenizer
+    self._max_calls = settings.max_calls
+    self._calls, self._solution = 0, 0
+
+  async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
+    return self.begin(prompt)
+
+  async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
+    return self.respond(action_ids)
+
+  def begin(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
+    """Token ids of the prompt."""
+    question = prompt.data["question"]
+    self._calls, self._solution = 0, arithmetic.solve(question)
+    tokenizer = self.tokenizer
+    return np.concatenate(
+      [
+        tokenizer.encode_with_specials("<|bos|><|user|>"),
+        tokenizer.encode(question),
+        tokenizer.encode_with_specials("<|end|><|assistant|>"),
+      ]
+    )
+
+  def respond(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
+    """The answer to one action: graded when it is an answer, computed when it is a call, else "error"."""
+    kind, text = self._read(action_ids)
+    if kind == self.tokenizer.answer_id:
+      reward = integer_match(text, self._solution)
+      return StepResult(np.zeros(0, dtype=np.int32), True, reward, {"calls": float(self._calls)})
+    if self._calls == self._max_calls:
+      return StepResult(np.zeros(0, dtype=np.int32), True, 0.0, {"calls": float(self._calls)})
+    self._calls += 1
+    is_call = kind == self.tokenizer.tool_call_id and text is not None
+    value = arithmetic.evaluate_call(text) if is_call else None
+    shown = "error" if value is None else str(value)
+    return StepResult(self.tokenizer.encode_with_specials(f"<|observation|>{shown}<|end|><|assistant|>"), False)
+
+  def _read(self, action_ids: Int[np.ndarray, "n"]) -> tuple[int | None, str | None]:
+    """(first token, text up to the end-of-turn token); None where the action does not have that shape."""
+    ids = np.asarray(action_ids)
+    if len(ids) < 2 or ids[-1] != self.tokenizer.end_id:
+      return None, None
+    return int(ids[0]), self.tokenizer.decode_bytes(ids[1:-1])

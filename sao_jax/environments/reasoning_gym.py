@@ -1,0 +1,197 @@
+"""Any task of the reasoning-gym package as a single-turn environment, with the task's own scorer as the reward.
+
+    <|bos|><|user|>question<|end|><|assistant|>     prompt
+    thinking<|answer|>answer<|end|>                 action, ends the episode (thinking is optional)
+
+What stands behind the last answer token is the answer; an action without one has no answer and earns 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from sao_jax.data.prompts import check_split, split_of
+from sao_jax.data.tokenizer import ByteTokenizer
+from sao_jax.environments.base import Demonstration, Environment, GraderFailure, Prompt, StepResult
+from sao_jax.environments.reasoning_gym_tasks import check_task, create_dataset
+from sao_jax.episode_types import PromptKey
+from sao_jax.errors import ConfigError
+from sao_jax.rewards.scalar import check_reward
+
+MAX_DRAWS = 256  # 0.9 ** 256 = 2e-12: only a task with a handful of questions has none in a split
+
+
+@dataclasses.dataclass(frozen=True)
+class ReasoningGym:
+  """Settings: which task, and what it is created with. Needs the extra `envs`."""
+
+  task: str
+  task_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # min_terms, max_digits, ...
+  num_prompts: int = 10_000  # per epoch and split; questions may repeat within it
+  demonstration_noise: float = 0.6  # chance that the answer of a demonstration is wrong
+
+  def __post_init__(self):
+    check_task(self.task, self.task_config)
+    if self.num_prompts < 1:
+      raise ConfigError("environment.num_prompts", f"{self.num_prompts} prompts are none.", "Use at least 1.")
+    if not 0.0 <= self.demonstration_noise <= 1.0:
+      raise ConfigError(
+        "environment.demonstration_noise", f"{self.demonstration_noise} is no probability.", "Use 0 to 1."
+      )
+
+  @property
+  def name(self) -> str:
+    return f"reasoning_gym/{self.task}"
+
+  @functools.cached_property
+  def _datasets(self) -> dict[int, Any]:
+    return {}
+
+  def dataset(self, seed: int) -> Any:
+    """The task's data set for a seed. It is created once; its entries are computed when asked for.
+
+    Raises:
+      ConfigError: when the package is missing, there is no such task, or the task refuses `task_config`.
+    """
+    if seed not in self._datasets:
+      self._datasets[seed] = create_dataset(self.task, self.task_config, seed=seed, size=self.num_prompts)
+    return self._datasets[seed]
+
+  def entry(self, prompt: Prompt) -> dict[str, Any]:
+    """The task's own entry (question, answer, metadata) of a prompt."""
+    return self.dataset(prompt.data["seed"])[prompt.data["index"]]
+
+  def tokenizer(self) -> ByteTokenizer:
+    return ByteTokenizer()
+
+  def make(self, tokenizer: ByteTokenizer) -> ReasoningGymEpisode:
+    return ReasoningGymEpisode(self, tokenizer)
+
+  def prompts(self, tokenizer: ByteTokenizer, split: str, seed: int) -> ReasoningGymPrompts:
+    self.dataset(dataset_seed(seed, 0))  # so that a setting that cannot work is refused now
+    return ReasoningGymPrompts(self, check_split(split), seed)
+
+  def demonstration(self, prompt: Prompt, tokenizer: ByteTokenizer, rng: np.random.Generator) -> Demonstration:
+    """The task's answer; with probability `demonstration_noise` one of its characters is wrong.
+
+    Raises:
+      ConfigError: when the task only grades answers and knows none itself.
+    """
+    entry = self.entry(prompt)
+    answer = entry["answer"]
+    if not isinstance(answer, str):
+      raise ConfigError(
+        "environment.task", f"Task {self.task!r} knows no answers to demonstrate.", "Choose another task for SFT."
+      )
+    if rng.random() < self.demonstration_noise:
+      answer = corrupt(answer, rng)
+    question = encode_question(tokenizer, entry["question"])
+    action = np.concatenate(
+      [[tokenizer.answer_id], tokenizer.encode(answer), [tokenizer.end_id]], dtype=np.int32, casting="same_kind"
+    )
+    mask = np.concatenate([np.zeros(len(question), dtype=bool), np.ones(len(action), dtype=bool)])
+    reward = score(self.dataset(prompt.data["seed"]), entry, answer, self.name)
+    return Demonstration(np.concatenate([question, action]), mask, reward)
+
+
+class ReasoningGymPrompts(Sequence[Prompt]):
+  """Questions by index: the first draw for the index (each draw has its own data set) that falls into the split."""
+
+  def __init__(self, settings: ReasoningGym, split: str, seed: int):
+    self._settings, self._split, self._seed = settings, split, seed
+
+  def __len__(self) -> int:
+    return self._settings.num_prompts
+
+  def __getitem__(self, index: int) -> Prompt:
+    if not 0 <= index < len(self):
+      raise IndexError(index)
+    index = int(index)
+    for draw in range(MAX_DRAWS):
+      seed = dataset_seed(self._seed, draw)
+      question = self._settings.dataset(seed)[index]["question"]
+      if split_of(question) == self._split:
+        key = PromptKey(self._settings.name, index, 0)
+        return Prompt(key, {"question": question, "seed": seed, "index": index})
+    raise ConfigError(
+      "environment.task_config",
+      f"No {self._split} question among {MAX_DRAWS} of task {self._settings.task!r}: it has too few different ones.",
+      "Choose settings with more different questions.",
+    )
+
+
+class ReasoningGymEpisode(Environment):
+  """One question, one answer. Questions are made and answers are scored in the executor: both may take a while."""
+
+  def __init__(self, settings: ReasoningGym, tokenizer: ByteTokenizer):
+    self.name, self.stop_ids = settings.name, (tokenizer.end_id,)
+    self._settings, self._tokenizer = settings, tokenizer
+
+  async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
+    self._dataset = self._settings.dataset(prompt.data["seed"])
+    self._entry = await asyncio.to_thread(self._settings.entry, prompt)
+    return encode_question(self._tokenizer, self._entry["question"])
+
+  async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
+    answer = self._read(action_ids)
+    reward = await asyncio.to_thread(score, self._dataset, self._entry, answer, self.name)
+    return StepResult(np.zeros(0, dtype=np.int32), True, reward, {"answered": float(answer is not None)})
+
+  def _read(self, action_ids: Int[np.ndarray, "n"]) -> str | None:
+    """Text between the last answer token and the end-of-turn token, or None."""
+    ids = np.asarray(action_ids)
+    markers = np.flatnonzero(ids == self._tokenizer.answer_id)
+    if not len(markers) or ids[-1] != self._tokenizer.end_id:
+      return None
+    text = self._tokenizer.decode_bytes(ids[markers[-1] + 1 : -1])
+    return text.strip() if text is not None else None
+
+
+def dataset_seed(seed: int, draw: int) -> int:
+  """Seed of one data set. reasoning-gym seeds entry i with seed + i, so neighbouring seeds would share entries."""
+  return int(np.random.SeedSequence((seed, draw)).generate_state(1, dtype=np.uint32)[0])
+
+
+def encode_question(tokenizer: ByteTokenizer, question: str) -> Int[np.ndarray, "n"]:
+  """Token ids of the prompt."""
+  before, after = (tokenizer.encode_with_specials(text) for text in ("<|bos|><|user|>", "<|end|><|assistant|>"))
+  return np.concatenate([before, tokenizer.encode(question), after])
+
+
+def score(dataset: Any, entry: dict[str, Any], answer: str | None, environment: str) -> float:
+  """The task's own score of the answer; no answer earns 0.
+
+  A scorer that fails on the answer (no finite number included) but grades the entry's own answer was broken by
+  the agent, which earns 0.
+
+  Raises:
+    GraderFailure: when the scorer cannot grade even the entry's own answer, or returns no finite number.
+  """
+  if answer is None:
+    return 0.0
+  try:
+    return check_reward(dataset.score_answer(answer, entry), environment)
+  except Exception as error:
+    try:
+      check_reward(dataset.score_answer(entry["answer"], entry), environment)
+    except Exception:
+      raise GraderFailure(environment, f"the scorer failed, {type(error).__name__}: {error}") from error
+    return 0.0
+
+
+def corrupt(answer: str, rng: np.random.Generator) -> str:
+  """The answer with one letter or digit replaced by another one; without either, an empty answer."""
+  places = [place for place, character in enumerate(answer) if character.isascii() and character.isalnum()]
+  if not places:
+    return ""
+  place = int(rng.choice(places))
+  alphabet = "0123456789" if answer[place].isdigit() else "abcdefghijklmnopqrstuvwxyz"
+  other = str(rng.choice([character for character in alphabet if character != answer[place].lower()]))
+  return answer[:place] + (other.upper() if answer[place].isupper() else other) + answer[place + 1 :]

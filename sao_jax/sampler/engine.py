@@ -1,0 +1,177 @@
+"""The engine: parameters, device state and the two jitted programs behind a small host interface.
+
+It knows slots and tokens; who waits for which slot is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Int
+
+from sao_jax.config import ModelConfig, SamplerConfig
+from sao_jax.errors import ConfigError
+from sao_jax.parallel.params import Params, path_name
+from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
+from sao_jax.sampler import buckets, steps
+from sao_jax.sampler.prefill import Extension, PrefillCall, plan_calls
+from sao_jax.sampler.sampling import SamplingRule
+from sao_jax.sampler.state import empty_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+  """One decode call, perhaps still running on the device.
+
+  Attributes:
+    slots: the slot of each of the R rows; num_slots marks an unused row.
+    version: of the parameters that it samples with.
+    outputs: device arrays.
+  """
+
+  slots: Int[np.ndarray, " R"]
+  version: int
+  outputs: steps.DecodeOutputs
+
+  def fetch(
+    self,
+  ) -> tuple[Int[np.ndarray, "N R"], Float[np.ndarray, "N R"], Bool[np.ndarray, "N R"], Bool[np.ndarray, " R"]]:
+    """Waits, and returns tokens, logprobs, emitted and overflow as host arrays."""
+    outputs = jax.device_get(self.outputs)
+    return outputs.tokens, outputs.logprobs, outputs.emitted, outputs.overflow
+
+
+class Engine:
+  """Slots on a device, or on a mesh. Not thread-safe: one thread drives it.
+
+  Attributes:
+    params: the policy that the next dispatch uses.
+    version: its policy version.
+    config: its sizes.
+  """
+
+  def __init__(
+    self,
+    params: Params,
+    model_config: ModelConfig,
+    sampler_config: SamplerConfig,
+    *,
+    seed: int,
+    version: int = 0,
+    mesh: Mesh | None = None,
+    rules: AxisRules = DEFAULT_RULES,
+  ):
+    """`params` must not be donated to anything while the engine holds them. On a mesh they are already sharded.
+
+    Raises:
+      ConfigError: sizes that cannot work.
+    """
+    shards = 1 if mesh is None else buckets.data_shards(mesh, rules)
+    buckets.check_sampler_config(sampler_config, shards)
+    self.params, self.version = params, version
+    self.config, self._num_slots = sampler_config, sampler_config.num_slots
+    self._model_config, self._mesh, self._rules = model_config, mesh, dataclasses.replace(rules, sequence=None)
+    self._key = jax.random.key(seed)
+    self._rule = SamplingRule(top_p=sampler_config.top_p, top_k=sampler_config.top_k)
+    self._windows = buckets.window_buckets(sampler_config)
+    self._lengths = buckets.prefill_buckets(sampler_config)
+    self._batches = buckets.prefill_batches(sampler_config.prefill_batch, shards)
+    self._rows = buckets.row_buckets(self._num_slots) if mesh is None else (self._num_slots,)
+    self._state = empty_state(model_config, sampler_config, mesh, self._rules)
+
+  def extend(self, extensions: Sequence[Extension]) -> None:
+    """Writes the tokens and starts the turns: a prompt, the next turn of a trajectory, a prefill after a publish.
+
+    Returns at once. A slot that was in use is taken over.
+
+    Raises:
+      ConfigError: tokens and budget do not fit into the cache; nothing is written then.
+    """
+    for extension in extensions:
+      extension.check(self.config.context_length)
+    for call in plan_calls(extensions, self._lengths, self._windows, self._batches):
+      self._extend(call)
+
+  def decode(self, num_steps: int, lengths: Mapping[int, int]) -> Dispatch:
+    """Starts up to `num_steps` ≤ decode_steps steps and returns at once; a slot stops by itself when its turn ends.
+
+    `lengths` names the slots to decode, and for each how many tokens it has written, at most.
+    """
+    rows = buckets.smallest_bucket(self._rows, len(lengths))
+    slots = np.full((rows,), self._num_slots, np.int32)
+    members = np.fromiter(lengths, np.int32, len(lengths))
+    slots[members if rows == self._num_slots else slice(len(members))] = members
+    return self._decode(slots, num_steps, buckets.smallest_bucket(self._windows, max(lengths.values())))
+
+  def publish(self, params: Params, version: int) -> None:
+    """Uses these parameters from the next dispatch on; the cache stays as it is.
+
+    Raises:
+      ConfigError: see `check_params`.
+    """
+    self.check_params(params)
+    self.params, self.version = params, version
+
+  def check_params(self, params: Params) -> None:
+    """Refuses parameters of another model, before they fail half-way or compile everything anew.
+
+    Raises:
+      ConfigError: naming the first parameter that differs.
+    """
+    ours, theirs = _leaf_types(self.params), _leaf_types(params)
+    for name in sorted(ours.keys() | theirs.keys()):
+      if ours.get(name) != theirs.get(name):
+        raise ConfigError(
+          f"published parameter {name}",
+          f"it is {theirs.get(name, 'missing')}; the sampler has {ours.get(name, 'no such parameter')}.",
+          "publish the model that the engine was built with, in the same dtypes.",
+        )
+
+  def warm_up(self, *, prefixes: bool = True) -> None:
+    """Compiles every program that a run can need; no slot changes.
+
+    `prefixes=False` leaves out what only later turns, and prompts beyond the largest prefill bucket, need.
+    """
+    for rows in self._rows:
+      for window in self._windows:
+        self._decode(np.full((rows,), self._num_slots, np.int32), 0, window)
+    for window in (0, *(self._windows if prefixes else ())):
+      for length in self._lengths:
+        for rows in self._batches:
+          self._extend(PrefillCall([], rows, length, window))
+
+  def _decode(self, slots: np.ndarray, num_steps: int, window: int) -> Dispatch:
+    self._state, outputs = steps.decode(
+      self.params,
+      self._state,
+      self._key,
+      slots,
+      np.int32(num_steps),
+      config=self._model_config,
+      rule=self._rule,
+      window=window,
+      max_steps=self.config.decode_steps,
+      mesh=self._mesh,
+      rules=self._rules,
+    )
+    return Dispatch(slots=slots, version=self.version, outputs=outputs)
+
+  def _extend(self, call: PrefillCall) -> None:
+    self._state = steps.extend(
+      self.params,
+      self._state,
+      *call.arrays(self._num_slots),
+      config=self._model_config,
+      window=call.window,
+      mesh=self._mesh,
+      rules=self._rules,
+    )
+
+
+def _leaf_types(params: Params) -> dict[str, str]:
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  return {path_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}

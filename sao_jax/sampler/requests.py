@@ -1,0 +1,58 @@
+"""What callers ask of the sampler and what they get."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateRequest:
+  """One turn: tokens to append to a session, and how to sample the answer.
+
+  Attributes:
+    session_id: one trajectory in the making; its first request starts it.
+    rollout_id: in [0, 2³¹); with the run seed it determines the random numbers of the whole session.
+    new_token_ids: the prompt, or what the environment appended since the last turn (it may be empty).
+    max_tokens: at least 1. The turn gets fewer if the context has fewer left.
+    stop_ids: each of them ends the turn; the sampled stop token is part of the answer.
+    temperature: 0 is for evaluation only.
+    keep_slot: keep the session for another turn, until `release`; False forgets it after this one.
+  """
+
+  session_id: int
+  rollout_id: int
+  new_token_ids: Sequence[int] | Int[ndarray, " n"]
+  max_tokens: int
+  stop_ids: tuple[int, ...] = ()
+  temperature: float = 1.0
+  keep_slot: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """The sampled tokens of one turn.
+
+  Attributes:
+    token_ids: int32; a sampled stop token is the last one.
+    logprobs: float32, recorded when the token was sampled.
+    policy_versions: int32, of the weights that sampled the token.
+    finish_reason: "stop": a stop token; "length": max_tokens; "context": the context is full, perhaps before the first
+      token.
+  """
+
+  token_ids: Int[ndarray, " n"]
+  logprobs: Float[ndarray, " n"]
+  policy_versions: Int[ndarray, " n"]
+  finish_reason: str
+
+
+class SessionReleasedError(RuntimeError):
+  """The session was released while its turn was still running."""
+
+
+class ServiceStoppedError(RuntimeError):
+  """The sampler was stopped while the turn was still running."""

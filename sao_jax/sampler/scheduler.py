@@ -1,0 +1,289 @@
+"""Which trajectory is in which slot: continuous batching on the host, deterministic and single-threaded."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from sao_jax.errors import ConfigError
+from sao_jax.parallel.params import Params
+from sao_jax.sampler.engine import Dispatch, Engine
+from sao_jax.sampler.requests import GenerateRequest, SessionReleasedError
+from sao_jax.sampler.session import OnDone, Session, Turn
+
+# What starting a dispatch costs, in decode steps, when the length of one is chosen.
+_DISPATCH_OVERHEAD = 0.5
+
+
+@dataclasses.dataclass
+class Counters:
+  """What the scheduler did so far.
+
+  Attributes:
+    dispatches: decode calls.
+    steps: decode steps in which some slot emitted a token.
+    sampled_tokens: tokens emitted.
+    prefilled_tokens: tokens written by extend.
+    parked: sessions that lost their slot while their environment worked.
+    reprefilled: turns whose cache was recomputed after a publish.
+    publishes: parameters taken over.
+  """
+
+  dispatches: int = 0
+  steps: int = 0
+  sampled_tokens: int = 0
+  prefilled_tokens: int = 0
+  parked: int = 0
+  reprefilled: int = 0
+  publishes: int = 0
+
+
+class Scheduler:
+  """Feeds an engine: `submit`, `release` and `publish` from any thread, `tick` from one.
+
+  A tick takes what was submitted, applies the latest publish, fills free slots (finished turns leave theirs at once,
+  while the others go on), starts a dispatch, and then reads the dispatch before it: the device never waits for
+  the host. A slot whose budget ends inside a dispatch is refilled without reading it first.
+
+  A session that waits for its environment keeps its slot. When turns queue and no slot is free, the session that has
+  waited longest, for `park_after` ticks or while nothing is being decoded, is parked: its cache is given up, its tokens
+  stay on the host and are prefilled when it returns.
+  """
+
+  def __init__(self, engine: Engine, *, park_after: int = 4):
+    """Takes over `engine`. `park_after` is in ticks."""
+    self._engine, self._park_after = engine, park_after
+    self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+    self._sessions: dict[int, Session] = {}
+    self._free = list(reversed(range(engine.config.num_slots)))
+    self._ready: list[Session] = []  # turns that have their slot
+    self._returning: collections.deque[Session] = collections.deque()  # parked, with a turn
+    self._fresh: collections.deque[Session] = collections.deque()  # first turns
+    self._decoding: list[Session] = []
+    self._started: collections.deque[tuple[Dispatch, list[tuple[int, Session, Turn]]]] = collections.deque()
+    self._published: tuple[Params, int] | None = None
+    self._error: BaseException | None = None
+    self._ticks = 0
+    self._counters = Counters()
+
+  @property
+  def version(self) -> int:
+    """Policy version of the next dispatch."""
+    return self._engine.version
+
+  def submit(self, request: GenerateRequest, on_done: OnDone) -> None:
+    """Queues a turn. `on_done` is called once, by the thread that ticks, with a Completion or an exception."""
+    self._inbox.append(functools.partial(self._accept, request, on_done))
+
+  def release(self, session_id: int) -> None:
+    """Forgets a session and frees its slot; a running turn ends with `SessionReleasedError`."""
+    self._inbox.append(functools.partial(self._forget, session_id))
+
+  def publish(self, params: Params, version: int) -> None:
+    """New parameters, from the next dispatch on. Of several between two ticks the last one counts.
+
+    Raises:
+      ConfigError: parameters of another model.
+    """
+    self._engine.check_params(params)
+    self._inbox.append(functools.partial(setattr, self, "_published", (params, version)))
+
+  def stats(self) -> dict[str, int]:
+    """Counters and the present queue lengths."""
+    sessions = tuple(self._sessions.values())
+    queued = len(self._ready) + len(self._returning) + len(self._fresh)
+    now = {
+      "queued_turns": queued,
+      "decoding_turns": sum(session.turn is not None for session in sessions) - queued,
+      "waiting_sessions": sum(session.turn is None and session.slot is not None for session in sessions),
+      "free_slots": len(self._free),
+      "version": self._engine.version,
+    }
+    return dataclasses.asdict(self._counters) | now
+
+  def tick(self) -> bool:
+    """One round of work; False if there was none.
+
+    Raises:
+      RuntimeError: a slot overflowed its cache, which the budgets exclude.
+    """
+    self._ticks += 1
+    worked = bool(self._inbox)
+    while self._inbox:
+      self._inbox.popleft()()
+    if self._published is not None:
+      self._apply_publish()
+    self._fill_slots()
+    started = self._start_dispatch()
+    while len(self._started) > started:
+      self._read_dispatch()
+      worked = True
+    return worked or started
+
+  def fail(self, error: BaseException) -> None:
+    """Ends every turn, queued or to come, with `error`."""
+    self._error = error
+    while self._inbox:
+      self._inbox.popleft()()
+    for session in list(self._sessions.values()):
+      if session.turn is not None:
+        turn, session.turn = session.turn, None
+        turn.on_done(error)
+    self._sessions.clear()
+
+  def _accept(self, request: GenerateRequest, on_done: OnDone) -> None:
+    """Takes a request; what is wrong with it goes to its caller alone."""
+    session = self._sessions.get(request.session_id) or Session(rollout_id=request.rollout_id)
+    total = len(session.token_ids) + len(request.new_token_ids)
+    budget = min(request.max_tokens, self._engine.config.context_length - total)
+    error = self._error or _refusal(request, session, total, self._engine.config.context_length)
+    if error is not None:
+      on_done(error)
+      return
+    fresh = not session.token_ids
+    self._sessions[request.session_id] = session
+    session.token_ids += [int(token) for token in request.new_token_ids]
+    session.turn = Turn(request, on_done, budget=max(budget, 0), steps_left=0)
+    if budget <= 0:
+      self._finish(session)
+    elif session.slot is not None:
+      self._ready.append(session)
+    else:
+      (self._fresh if fresh else self._returning).append(session)
+
+  def _forget(self, session_id: int) -> None:
+    session = self._sessions.pop(session_id, None)
+    if session is None:
+      return
+    self._free_slot(session)
+    for queue in (self._ready, self._returning, self._fresh, self._decoding):
+      if session in queue:
+        queue.remove(session)
+    if session.turn is not None:
+      turn, session.turn = session.turn, None
+      turn.on_done(SessionReleasedError(f"session {session_id} was released"))
+
+  def _apply_publish(self) -> None:
+    (params, version), self._published = self._published, None
+    reprefill = self._engine.config.kv_after_publish == "reprefill"
+    if reprefill:
+      while self._started:
+        self._read_dispatch()
+    self._engine.publish(params, version)
+    self._counters.publishes += 1
+    if reprefill:
+      for session in self._sessions.values():
+        session.written = 0  # a waiting session is prefilled when its next turn comes
+      self._extend(self._decoding)
+      self._counters.reprefilled += len(self._decoding)
+
+  def _fill_slots(self) -> None:
+    while self._returning or self._fresh:
+      if not self._free and not self._park_longest_idle():
+        break
+      session = (self._returning or self._fresh).popleft()
+      session.slot = self._free.pop()
+      self._ready.append(session)
+    self._extend(self._ready)
+    self._decoding += self._ready
+    self._ready = []
+
+  def _extend(self, sessions: list[Session]) -> None:
+    if sessions:
+      extensions = [session.extension() for session in sessions]
+      self._counters.prefilled_tokens += sum(len(extension.token_ids) - 1 for extension in extensions)
+      self._engine.extend(extensions)
+
+  def _park_longest_idle(self) -> bool:
+    idle = [session for session in self._sessions.values() if session.turn is None and session.slot is not None]
+    if not idle:
+      return False
+    session = min(idle, key=lambda session: session.idle_since)
+    if self._ticks - session.idle_since < self._park_after and (self._decoding or self._ready):
+      return False
+    self._free_slot(session)
+    session.written = 0
+    self._counters.parked += 1
+    return True
+
+  def _start_dispatch(self) -> bool:
+    if not self._decoding:
+      return False
+    steps_left = np.array([session.turn.steps_left for session in self._decoding], np.int32)
+    num_steps = best_num_steps(steps_left, self._engine.config.decode_steps)
+    dispatch = self._engine.decode(num_steps, {session.slot: session.written for session in self._decoding})
+    by_slot = {session.slot: session for session in self._decoding}
+    rows = [(row, by_slot[slot], by_slot[slot].turn) for row, slot in enumerate(dispatch.slots) if slot in by_slot]
+    self._started.append((dispatch, rows))
+    self._counters.dispatches += 1
+    for session in self._decoding:
+      session.count_steps(num_steps)
+      if not session.turn.steps_left and not session.turn.request.keep_slot:
+        self._free_slot(session)
+    self._decoding = [session for session in self._decoding if session.turn.steps_left]
+    return True
+
+  def _read_dispatch(self) -> None:
+    dispatch, rows = self._started.popleft()
+    tokens, logprobs, emitted, overflow = dispatch.fetch()
+    if any(overflow[row] for row, _, _ in rows):
+      raise RuntimeError("a slot overflowed its KV cache: the budgets of the scheduler and the engine disagree")
+    counts = emitted.sum(axis=0)
+    self._counters.steps += int(emitted.any(axis=1).sum())
+    self._counters.sampled_tokens += int(counts.sum())
+    tokens, logprobs = tokens.T.tolist(), logprobs.T.tolist()
+    for row, session, turn in rows:
+      count = int(counts[row])
+      if count and session.turn is turn:  # a released turn is nobody's any more
+        session.append(tokens[row][:count], logprobs[row][:count], dispatch.version)
+        if turn.finished:
+          self._finish(session)
+
+  def _finish(self, session: Session) -> None:
+    turn, session.turn = session.turn, None
+    if session in self._decoding:
+      self._decoding.remove(session)
+    if turn.request.keep_slot:
+      session.written = min(session.written, max(len(session.token_ids) - 1, 0))
+      session.idle_since = self._ticks
+    else:
+      self._free_slot(session)
+      self._sessions.pop(turn.request.session_id, None)
+    turn.on_done(turn.completion())
+
+  def _free_slot(self, session: Session) -> None:
+    if session.slot is not None:
+      self._free.append(session.slot)
+      session.slot = None
+
+
+def best_num_steps(steps_left: np.ndarray, max_steps: int, overhead: float = _DISPATCH_OVERHEAD) -> int:
+  """The number of steps ≤ max_steps that yields the most tokens per time, given how long each turn may still run.
+
+  A long dispatch leaves slots idle whose turn ends early in it, a short one pays its overhead (in steps) more often.
+  """
+  steps = np.arange(1, max_steps + 1, dtype=np.int32)
+  useful = np.minimum(steps_left[:, None], steps).sum(axis=0)
+  rate = useful / (steps + overhead)
+  return int(max_steps - np.argmax(rate[::-1]))
+
+
+def _refusal(request: GenerateRequest, session: Session, total: int, context_length: int) -> Exception | None:
+  """What is wrong with a request, if anything."""
+  if session.turn is not None:
+    return ValueError(f"session {request.session_id} has a running turn; wait for it first")
+  if request.max_tokens < 1:
+    return ConfigError("max_tokens", f"it is {request.max_tokens}.", "sample at least one token.")
+  if total == 0:
+    return ConfigError("new_token_ids", "the prompt is empty.", "start with at least one token, for example BOS.")
+  if not session.token_ids and total >= context_length:
+    return ConfigError(
+      "sampler.context_length",
+      f"a prompt of {total} tokens leaves no room in a context of {context_length}.",
+      "raise it or shorten the prompt.",
+    )
+  return None

@@ -1,0 +1,189 @@
+"""Nested frozen dataclasses as trees of named fields: types checked, values replaced, written as JSON, compared.
+
+A field's name is its dotted path, as in "algorithm.epsilon_low". Nothing is ever evaluated or unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sao_jax.errors import ConfigError
+
+TYPE_KEY = "dataclass"  # in JSON: the name of the dataclass that a mapping was
+
+
+def is_section(value: Any) -> bool:
+  """Whether `value` is a dataclass instance, that is, has fields of its own."""
+  return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def annotations(section: Any) -> dict[str, Any]:
+  """The type annotation of every settable field of a dataclass instance."""
+  hints = typing.get_type_hints(type(section))
+  return {field.name: hints[field.name] for field in dataclasses.fields(section) if field.init}
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+  """Yields (path, value, annotation) of every field that is not itself a section."""
+  for name, annotation in annotations(section).items():
+    value = getattr(section, name)
+    if is_section(value):
+      yield from leaves(value, f"{prefix}{name}.")
+    else:
+      yield f"{prefix}{name}", value, annotation
+
+
+def get(config: Any, path: str) -> Any:
+  """The value at a dotted path."""
+  for name in path.split("."):
+    config = getattr(config, name)
+  return config
+
+
+def check_types(section: Any, prefix: str = "") -> None:
+  """Raises ConfigError naming the first field whose value does not fit its annotation."""
+  for name, annotation in annotations(section).items():
+    value = getattr(section, name)
+    _conform(value, annotation, f"{prefix}{name}")
+    if is_section(value):
+      check_types(value, f"{prefix}{name}.")
+
+
+def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+  """Returns `section` with the fields at the dotted paths in `values` replaced.
+
+  Integers become floats and lists become tuples where the field wants them. Raises ConfigError naming the field for an
+  unknown path (with the nearest names), a section, or a value of the wrong type.
+  """
+  known = annotations(section)
+  changes: dict[str, Any] = {}
+  nested: dict[str, dict[str, Any]] = {}
+  for path, value in values.items():
+    name, _, rest = path.partition(".")
+    here = f"{prefix}{name}"
+    if name not in known or (rest and not is_section(getattr(section, name))):
+      raise unknown_field(f"{prefix}{path}", [f"{prefix}{known_path}" for known_path, _, _ in leaves(section)])
+    if rest:
+      nested.setdefault(name, {})[rest] = value
+    elif is_section(getattr(section, name)):
+      fields = ", ".join(f"{here}.{field}" for field in annotations(getattr(section, name)))
+      raise ConfigError(here, "it is a section, not a field.", f"Set one of its fields: {fields}.")
+    else:
+      changes[name] = _conform(value, known[name], here)
+  for name, inner in nested.items():
+    changes[name] = replace(getattr(section, name), inner, f"{prefix}{name}.")
+  return dataclasses.replace(section, **changes)
+
+
+def unknown_field(path: str, known: list[str]) -> ConfigError:
+  """The error for a field that does not exist, with the nearest names."""
+  last = path.rpartition(".")[2]
+  same_name = [name for name in known if name.rpartition(".")[2] == last]
+  near = same_name or difflib.get_close_matches(path, known, n=3, cutoff=0.7)
+  if not near:
+    by_last = {name.rpartition(".")[2]: name for name in known}
+    near = [by_last[name] for name in difflib.get_close_matches(last, by_last, n=3, cutoff=0.6)]
+  remedy = f"Did you mean {' or '.join(near)}?" if near else "The fields are listed in sao_jax/config.py."
+  return ConfigError(path, "there is no such field.", remedy)
+
+
+def nearest(value: str, choices: tuple[str, ...]) -> str:
+  """The remedy for a string that is none of `choices`."""
+  near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+  hint = f"Did you mean {near[0]!r}? " if near else ""
+  return f"{hint}Use one of {', '.join(map(repr, choices))}."
+
+
+def to_json(value: Any) -> Any:
+  """Plain JSON values: dataclasses as objects that name their type, tuples as lists, enums by value."""
+  if is_section(value):
+    return {TYPE_KEY: type(value).__qualname__} | {name: to_json(getattr(value, name)) for name in annotations(value)}
+  if isinstance(value, list | tuple):
+    return [to_json(item) for item in value]
+  if isinstance(value, Mapping):
+    return {str(key): to_json(item) for key, item in value.items()}
+  if isinstance(value, enum.Enum):
+    return value.value
+  return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+  """The (path, old, new) of all fields in which two `to_json` results differ; None where one has no such field."""
+  if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+    return [] if old == new else [(prefix.rstrip("."), old, new)]
+  names = dict.fromkeys([*old, *new])
+  return [change for name in names for change in differences(old.get(name), new.get(name), f"{prefix}{name}.")]
+
+
+def describe(annotation: Any) -> str:
+  """A type annotation in words of the command line."""
+  origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+  if origin is tuple and arguments:
+    return f"a tuple of {describe(arguments[0])} values, as in (1, 2)"
+  if origin in (typing.Union, types.UnionType):
+    return " or ".join(describe(argument) for argument in arguments)
+  if origin is typing.Literal:
+    return "one of " + ", ".join(map(repr, arguments))
+  return {type(None): "None", bool: "true or false"}.get(annotation) or getattr(annotation, "__name__", str(annotation))
+
+
+def wrong_type(path: str, value: Any, annotation: Any) -> ConfigError:
+  """The error for a value that does not fit the annotation of its field."""
+  got = f"{value!r} ({type(value).__name__})"
+  return ConfigError(path, f"got {got}, expected {describe(annotation)}.", f"Give {path} {_example(annotation)}.")
+
+
+def _example(annotation: Any) -> str:
+  examples = {
+    int: "a whole number, as in 8",
+    float: "a number, as in 0.3 or 1e-6",
+    bool: "true or false",
+    str: "a string",
+  }
+  return examples.get(annotation, describe(annotation))
+
+
+def _conform(value: Any, annotation: Any, path: str) -> Any:
+  """`value` as its field wants it; ConfigError when it does not fit."""
+  try:
+    return _convert(value, annotation)
+  except TypeError as error:
+    raise wrong_type(path, value, annotation) from error
+
+
+def _convert(value: Any, annotation: Any) -> Any:
+  origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+  if origin in (typing.Union, types.UnionType):
+    for argument in arguments:
+      try:
+        return _convert(value, argument)
+      except TypeError:
+        continue
+    raise TypeError
+  if origin is typing.Literal:
+    return _require(value, value in arguments)
+  if origin is tuple:
+    _require(value, isinstance(value, list | tuple))
+    variadic = len(arguments) == 2 and arguments[1] is Ellipsis
+    wanted = [arguments[0]] * len(value) if variadic else arguments
+    _require(value, len(wanted) == len(value))
+    return tuple(_convert(item, argument) for item, argument in zip(value, wanted))
+  if annotation is float:
+    return float(_require(value, isinstance(value, int | float) and not isinstance(value, bool)))
+  if annotation is int:
+    return _require(value, isinstance(value, int) and not isinstance(value, bool))
+  if isinstance(annotation, type) and annotation is not Any:
+    return _require(value, isinstance(value, annotation))
+  return value  # annotations that say more, or less, than a configuration needs
+
+
+def _require(value: Any, fits: bool) -> Any:
+  if not fits:
+    raise TypeError
+  return value

@@ -1,0 +1,211 @@
+"""Refuses configurations that cannot work, before any work starts; here, how the fields relate to each other.
+
+Each error names the field, what is wrong with it, and what to do. What depends on the mesh (its sizes, does it divide
+the model, do the rows divide over it) is checked where the mesh is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+from absl import logging
+
+from sao_jax.algorithm.validation import check_algorithm_config
+from sao_jax.config import RunConfig
+from sao_jax.errors import ConfigError
+from sao_jax.sampler.buckets import check_sampler_config
+from sao_jax.training import config_tree
+from sao_jax.training.config_bounds import check_bounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """A relation between fields: `broken(config)` says what is wrong, or None. `training`: only when training."""
+
+  field: str
+  broken: Callable[[RunConfig], str | None]
+  remedy: str
+  training: bool = False
+
+
+def validate(config: RunConfig, *, training: bool) -> None:
+  """Raises ConfigError for the first thing in `config` that cannot work.
+
+  `training=False` (evaluation, sampling) allows temperature 0 and sampling filters.
+  """
+  config_tree.check_types(config)
+  check_bounds(config)
+  check_algorithm_config(config.algorithm)
+  check_sampler_config(config.sampler)
+  for rule in RULES:
+    problem = rule.broken(config) if training or not rule.training else None
+    if problem:
+      raise ConfigError(rule.field, problem, rule.remedy)
+  for hint in _hints(config):
+    logging.warning("%s", hint)
+
+
+def check_prompt_length(num_tokens: int, config: RunConfig) -> None:
+  """Raises ConfigError for a prompt that leaves no room in the context for a single sampled token."""
+  if num_tokens >= config.sampler.context_length:
+    raise ConfigError(
+      "sampler.context_length",
+      f"a prompt of {num_tokens} tokens does not fit into a context of {config.sampler.context_length} with an answer.",
+      f"Raise sampler.context_length (and the largest rollout.row_lengths) above {num_tokens}, or shorten the prompts.",
+    )
+
+
+def _environment(config: RunConfig) -> str | None:
+  environment = config.environment
+  frozen = config_tree.is_section(environment) and type(environment).__dataclass_params__.frozen
+  if not frozen:
+    return f"a {type(environment).__name__} is not an instance of a frozen dataclass."
+  missing = [name for name in ("name", "make", "prompts", "tokenizer") if not hasattr(environment, name)]
+  return f"{type(environment).__name__} has no {', '.join(missing)}." if missing else None
+
+
+def _vocabulary(config: RunConfig) -> str | None:
+  size = getattr(config.environment.tokenizer(), "vocab_size", 0)
+  known = config.model.vocab_size
+  return f"{known} rows do not hold the {size} tokens of the environment's tokenizer." if size > known else None
+
+
+def _microbatches(config: RunConfig) -> str | None:
+  parts, mesh = config.algorithm.micro_batches, config.mesh
+  shards = mesh.data * mesh.fsdp * mesh.expert if min(mesh.data, mesh.fsdp, mesh.expert) > 0 else 1
+  wrong = [count for count in config.rollout.row_counts if count % (parts * shards)]
+  over = f"{parts} micro-batches" + (f" on {shards} batch shards of the mesh" if shards > 1 else "")
+  return f"{wrong[0]} rows do not divide into {over}." if wrong else None
+
+
+def _capacity(config: RunConfig) -> str | None:
+  rollout, context = config.rollout, config.sampler.context_length
+  rows, longest = max(rollout.row_counts), max(rollout.row_lengths)
+  fit, batch = rows * (longest // context), max(rollout.batch_size, config.sft.batch_size)
+  if fit >= batch:
+    return None
+  return f"{rows} rows of {longest} tokens surely hold {fit} trajectories of up to {context}, a batch has {batch}."
+
+
+def _split(config: RunConfig) -> str | None:
+  if config.rollout.placement != "split":
+    return None
+  devices, sampler = jax.local_device_count(), config.rollout.sampler_devices
+  return None if 0 < sampler < devices else f"{sampler} of {devices} local devices would sample."
+
+
+def _when(condition: Callable[[RunConfig], bool], problem: str) -> Callable[[RunConfig], str | None]:
+  """A check that reports `problem`, a format string over the sections of the configuration."""
+  return lambda config: problem.format(**vars(config)) if condition(config) else None
+
+
+RULES: tuple[Rule, ...] = (
+  Rule(
+    "environment",
+    _environment,
+    "Give an instance of a frozen dataclass with `name`, `make`, `prompts` and `tokenizer`: sao_jax.environments.base.",
+  ),
+  Rule(
+    "model.vocab_size", _vocabulary, "Set model.vocab_size to the tokenizer's size, or to a larger multiple of 128."
+  ),
+  Rule(
+    "model.num_heads",
+    _when(
+      lambda c: c.model.num_heads % c.model.num_kv_heads != 0,
+      "{model.num_heads} heads do not share {model.num_kv_heads} key-value heads evenly.",
+    ),
+    "Make model.num_heads a multiple of model.num_kv_heads.",
+  ),
+  Rule(
+    "model.head_dim",
+    _when(lambda c: c.model.head_dim % 2 != 0, "{model.head_dim} is odd, rotary embeddings turn pairs."),
+    "Use an even model.head_dim.",
+  ),
+  Rule(
+    "model.num_experts_per_token",
+    _when(
+      lambda c: 0 < c.model.num_experts < c.model.num_experts_per_token,
+      "{model.num_experts_per_token} experts per token of {model.num_experts} experts.",
+    ),
+    "Lower model.num_experts_per_token or raise model.num_experts.",
+  ),
+  Rule(
+    "model.num_dense_layers",
+    _when(
+      lambda c: c.model.num_dense_layers > c.model.num_layers,
+      "{model.num_dense_layers} dense layers of {model.num_layers} layers.",
+    ),
+    "Use at most model.num_layers.",
+  ),
+  Rule(
+    "sampler.temperature",
+    _when(
+      lambda c: c.sampler.temperature == 0, "training at temperature 0: a greedy policy has no ratio and no gradient."
+    ),
+    "Use a temperature above 0, as in the paper 1; evaluation.temperature may be 0.",
+    training=True,
+  ),
+  Rule(
+    "sampler.top_p",
+    _when(
+      lambda c: c.sampler.top_p < 1,
+      "training with top_p={sampler.top_p}: the sampler would renormalise over the kept tokens, the trainer over all.",
+    ),
+    "Set sampler.top_p=1 for training.",
+    training=True,
+  ),
+  Rule(
+    "sampler.top_k",
+    _when(
+      lambda c: c.sampler.top_k > 0,
+      "training with top_k={sampler.top_k}: the sampler would renormalise over the kept tokens, the trainer over all.",
+    ),
+    "Set sampler.top_k=0 for training.",
+    training=True,
+  ),
+  Rule(
+    "rollout.row_lengths",
+    lambda c: (
+      f"the longest row has {max(c.rollout.row_lengths)} tokens, a trajectory may have {c.sampler.context_length}."
+      if max(c.rollout.row_lengths) < c.sampler.context_length
+      else None
+    ),
+    "Add sampler.context_length to rollout.row_lengths, or lower sampler.context_length.",
+  ),
+  Rule(
+    "rollout.row_counts",
+    _microbatches,
+    "Make every row count a multiple of algorithm.micro_batches times mesh.data * mesh.fsdp * mesh.expert.",
+  ),
+  Rule(
+    "rollout.row_counts",
+    _capacity,
+    "Append a larger row count (it costs nothing unless it is needed), or lower rollout.batch_size or sft.batch_size.",
+  ),
+  Rule(
+    "rollout.sampler_devices",
+    _split,
+    "With placement='split' leave at least one local device to each side, or use placement='shared'.",
+  ),
+  Rule(
+    "value_pretraining.max_steps",
+    _when(
+      lambda c: c.value_pretraining.max_steps < c.value_pretraining.min_steps,
+      "at most {value_pretraining.max_steps} steps but at least {value_pretraining.min_steps}.",
+    ),
+    "Raise value_pretraining.max_steps to value_pretraining.min_steps or more.",
+  ),
+)
+
+
+def _hints(config: RunConfig) -> Iterator[str]:
+  """What works but is probably not meant."""
+  rollout = config.rollout
+  if rollout.staleness == "drop" and 0 <= rollout.max_staleness < rollout.admission_staleness:
+    yield (
+      f"rollout.max_staleness={rollout.max_staleness} is below rollout.admission_staleness="
+      f"{rollout.admission_staleness}: long rollouts will be generated and then dropped, which biases training "
+      "to short answers. Raise it, or use rollout.staleness='mask'."
+    )

@@ -1,0 +1,102 @@
+"""A fake engine: the slots of the real one, with a hash of everything a slot holds in place of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from sao_jax.config import SamplerConfig
+from sao_jax.sampler.prefill import Extension
+
+VOCAB = 97
+
+
+def next_token(prefix: Sequence[int], rollout_id: int, version: int) -> int:
+  """Depends on every token of the prefix and its order, so that a wrong cache gives wrong tokens."""
+  value = rollout_id * 31 + version * 7
+  for token in prefix:
+    value = (value * 33 + token + 1) % 1_000_003
+  return value % VOCAB
+
+
+def answer(
+  prefix: Sequence[int], rollout_id: int, count: int, version: int = 0, stop_ids: Sequence[int] = ()
+) -> list[int]:
+  """The tokens that an engine at one version samples behind `prefix`."""
+  tokens: list[int] = []
+  while len(tokens) < count and not (tokens and tokens[-1] in stop_ids):
+    tokens.append(next_token([*prefix, *tokens], rollout_id, version))
+  return tokens
+
+
+@dataclasses.dataclass
+class FakeSlot:
+  held: list[int] = dataclasses.field(default_factory=list)  # written tokens
+  pending: int = 0
+  rollout_id: int = 0
+  budget: int = 0
+  stop_ids: tuple[int, ...] = ()
+  active: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDispatch:
+  slots: np.ndarray
+  version: int
+  arrays: tuple[np.ndarray, ...]
+
+  def fetch(self):
+    return self.arrays
+
+
+class FakeEngine:
+  """Same interface as `Engine`. A test may set `broken`: the exception that the next decode raises."""
+
+  def __init__(self, config: SamplerConfig, version: int = 0):
+    self.config, self.version = config, version
+    self.slots = [FakeSlot() for _ in range(config.num_slots)]
+    self.broken: BaseException | None = None
+    self.log: list[tuple] = []
+
+  def extend(self, extensions: Sequence[Extension]) -> None:
+    assert len({extension.slot for extension in extensions}) == len(extensions)
+    for e in extensions:
+      e.check(self.config.context_length)
+      slot = self.slots[e.slot]
+      assert e.start <= len(slot.held), "a gap in the cache"
+      slot.held = slot.held[: e.start] + list(e.token_ids[:-1])
+      slot.pending, slot.rollout_id, slot.budget = e.token_ids[-1], e.rollout_id, e.budget
+      slot.stop_ids, slot.active = e.stop_ids, e.budget > 0
+      self.log.append(("extend", e.slot, e.start, len(e.token_ids), e.rollout_id))
+
+  def decode(self, num_steps: int, lengths: Mapping[int, int]) -> FakeDispatch:
+    if self.broken is not None:
+      raise self.broken
+    assert 1 <= num_steps <= self.config.decode_steps
+    shape = (self.config.decode_steps, len(lengths))
+    tokens, emitted = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    for row, (index, bound) in enumerate(lengths.items()):
+      slot = self.slots[index]
+      assert not slot.active or len(slot.held) <= bound, "the attended window is too short"
+      for step in range(num_steps):
+        if slot.active:
+          slot.held.append(slot.pending)
+          slot.pending = next_token(slot.held, slot.rollout_id, self.version)
+          tokens[step, row], emitted[step, row] = slot.pending, True
+          slot.budget -= 1
+          slot.active = slot.budget > 0 and slot.pending not in slot.stop_ids
+    self.log.append(("decode", num_steps, tuple(lengths), self.version))
+    logprobs = np.where(emitted, -tokens / VOCAB, 0).astype(np.float32)
+    return FakeDispatch(
+      np.array(list(lengths), np.int32), self.version, (tokens, logprobs, emitted, np.zeros(shape[1], bool))
+    )
+
+  def check_params(self, params) -> None:
+    del params
+
+  def publish(self, params, version: int) -> None:
+    del params
+    self.version = version
+    self.log.append(("publish", version))

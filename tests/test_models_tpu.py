@@ -1,0 +1,56 @@
+"""The MoE layer with the megablox kernel compiles for a real TPU topology, without a TPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from sao_jax.config import ModelConfig
+from sao_jax.models.moe import moe_feed_forward
+from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.mesh import AXES
+from sao_jax.parallel.params import abstract_params, param_shardings
+from sao_jax.parallel.rules import DEFAULT_RULES
+
+topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
+devices = np.array(topology.devices).reshape(1, 4, 2, 2, 1)
+mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 5)
+config = ModelConfig(d_model=256, num_experts=8, d_ff_expert=512, dtype="bfloat16", param_dtype="bfloat16")
+specs = param_specs(config)["moe_layers"]["moe"]
+one_layer = lambda leaf, sharding: jax.ShapeDtypeStruct(
+  leaf.shape[1:], leaf.dtype, sharding=NamedSharding(mesh, jax.sharding.PartitionSpec(*sharding.spec[1:])))
+params = jax.tree.map(one_layer, abstract_params(specs), param_shardings(specs, mesh))
+x = jax.ShapeDtypeStruct((16, 128, 256), jnp.bfloat16, sharding=NamedSharding(mesh, DEFAULT_RULES.spec("batch", "sequence", None)))
+
+def loss(params, x):
+  return jnp.sum(moe_feed_forward(params, x, config, mesh, DEFAULT_RULES).astype(jnp.float32))
+
+compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile()
+print(json.dumps({"kernels": compiled.as_text().count("tpu_custom_call"), "bytes": compiled.memory_analysis().temp_size_in_bytes}))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `aot`) is not installed")
+def test_moe_layer_compiles_for_a_tpu_topology():
+  # In a process of its own: libtpu must not be loaded by the tests' CPU runtime, and it locks itself.
+  environment = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  }
+  done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+  assert done.returncode == 0, done.stderr[-3000:]
+  answer = json.loads(done.stdout.splitlines()[-1])
+  assert answer["kernels"] >= 9  # three products, and two more for the gradient of each
+  assert answer["bytes"] > 0

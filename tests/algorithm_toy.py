@@ -12,7 +12,7 @@ import numpy as np
 from sao_jax.algorithm.optimizer import make_optimizer
 from sao_jax.algorithm.train_step import init_train_state, make_train_step
 from sao_jax.config import AlgorithmConfig, OptimizerConfig
-from sao_jax.types import TrajectoryBatch
+from sao_jax.types import TrainState, TrajectoryBatch
 
 VOCABULARY, WIDTH = 7, 4
 FROZEN = frozenset({"layers/attention/q", "layers/attention/q_norm"})
@@ -147,3 +147,45 @@ def gae_loop(rewards, values, mask, *, lam, gamma=1.0, bootstrap=0.0):
     returns[t] = advantages[t] + float(values[t])
     next_value = float(values[t])
   return advantages, returns
+
+
+# Every distinct config compiles for seconds: the tests share these.
+CONFIG = AlgorithmConfig(epsilon_low=0.8, epsilon_high=5.0)
+SINGLE = dataclasses.replace(CONFIG, advantage_values="pre", value_updates=1, whiten_advantages=False)
+
+
+def make_toys(count=8, seed=0, **changes):
+  rng = np.random.default_rng(seed)
+  return [random_toy(rng, **changes) for _ in range(count)]
+
+
+TOYS = make_toys()
+SPREAD = [[t] for t in TOYS]  # one trajectory per row
+PAIRS = [[TOYS[i], TOYS[7 - i]] for i in range(4)]
+
+
+def run(config=CONFIG, rows=SPREAD, length=32, state=None, **options):
+  batch = rows if not isinstance(rows, list) else pack(rows, length)
+  return train_step(config, **options)(state or train_state(), batch)
+
+
+def leaves_of(state: TrainState) -> dict[str, np.ndarray]:
+  """Every array of the state, by path."""
+  return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def assert_same(state, other, exact=False, only=""):
+  ours, theirs = leaves_of(state), leaves_of(other)
+  assert ours.keys() == theirs.keys()
+  for name in ours:
+    if only in name:
+      if exact:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+      else:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def assert_same_metrics(metrics, other):
+  assert metrics.keys() == other.keys()
+  for name, value in metrics.items():
+    np.testing.assert_allclose(value, other[name], rtol=1e-4, atol=1e-6, err_msg=name)

@@ -148,7 +148,7 @@ def test_truncation(bootstrap, expected, target):
 
 
 def test_critic_targets_are_exactly_the_reward():
-  """λ = γ = 1: exactly R on sampled tokens, whatever the values; targets from the policy's λ would be others."""
+  """λ = γ = 1: exactly R, whatever the values; targets from the policy's λ would be others."""
   values, mask, segments = np.array([0.5, 0.6, 0.7, 0.8], np.float32), np.ones(4, bool), np.ones(4, np.int32)
   rewards = advantage.place_terminal_reward(1.0, mask)
   targets = functools.partial(advantage.packed_returns, rewards, values, mask, segments)
@@ -168,9 +168,7 @@ def test_shapes_that_would_broadcast_are_refused():
     advantage.skip_observation_gae(x, x, mask, lam=jnp.full((3, 1), 0.5))
 
 
-# Properties, on rows of one length so that everything compiles once.
-
-LENGTH = 24
+LENGTH = 24  # of the rows of all properties, so that each compiles once
 
 
 @jax.jit

@@ -182,6 +182,14 @@ def test_an_unknown_split_is_refused():
     SETTINGS.prompts(TOKENIZER, "test", 0)
 
 
+def test_too_few_questions_for_a_heldout_split_are_refused():
+  settings = Calculator(num_operands=2, max_operand=2, operators="+")
+  assert {split_of(question) for question in ("1+1", "1+2", "2+1", "2+2")} == {"train"}
+  assert settings.prompts(TOKENIZER, "train", 0)[0]
+  with pytest.raises(ConfigError, match="too few different"):
+    settings.prompts(TOKENIZER, "heldout", 0)[0]
+
+
 def test_more_operands_need_more_turns():
   settings = Calculator(num_operands=4, operators="+")
   question = settings.prompts(TOKENIZER, "train", 0)[0].data["question"]

@@ -73,9 +73,8 @@ def test_megablox_kernel_equals_the_loop():
 
 def test_grouped_map_of_a_nonlinear_function():
   rng = np.random.default_rng(0)
-  params = {
-    n: rng.normal(size=s).astype(np.float32) for n, s in {"gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}.items()
-  }
+  shapes = {"gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}
+  params = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
   rows, group_sizes = rng.normal(size=(M, D)).astype(np.float32), np.array([17, 0, 3, 15], np.int32)
 
   def loop_map(params, rows):

@@ -14,7 +14,7 @@ PROGRAM = """
 import json
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sao_jax.config import ModelConfig
 from sao_jax.models.moe import moe_feed_forward
 from sao_jax.models.transformer import param_specs
@@ -28,15 +28,17 @@ mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 5)
 config = ModelConfig(d_model=256, num_experts=8, d_ff_expert=512, dtype="bfloat16", param_dtype="bfloat16")
 specs = param_specs(config)["moe_layers"]["moe"]
 one_layer = lambda leaf, sharding: jax.ShapeDtypeStruct(
-  leaf.shape[1:], leaf.dtype, sharding=NamedSharding(mesh, jax.sharding.PartitionSpec(*sharding.spec[1:])))
+  leaf.shape[1:], leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*sharding.spec[1:])))
 params = jax.tree.map(one_layer, abstract_params(specs), param_shardings(specs, mesh))
-x = jax.ShapeDtypeStruct((16, 128, 256), jnp.bfloat16, sharding=NamedSharding(mesh, DEFAULT_RULES.spec("batch", "sequence", None)))
+tokens = NamedSharding(mesh, DEFAULT_RULES.spec("batch", "sequence", None))
+x = jax.ShapeDtypeStruct((16, 128, 256), jnp.bfloat16, sharding=tokens)
 
 def loss(params, x):
   return jnp.sum(moe_feed_forward(params, x, config, mesh, DEFAULT_RULES).astype(jnp.float32))
 
 compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile()
-print(json.dumps({"kernels": compiled.as_text().count("tpu_custom_call"), "bytes": compiled.memory_analysis().temp_size_in_bytes}))
+kernels = compiled.as_text().count("tpu_custom_call")
+print(json.dumps({"kernels": kernels, "bytes": compiled.memory_analysis().temp_size_in_bytes}))
 """
 
 

@@ -15,7 +15,7 @@ from sao_jax.config import ModelConfig
 from sao_jax.models import attention, norms, rope
 from sao_jax.models.attention import grouped_attention, packed_attend, packed_causal_mask, rowwise_attention
 from sao_jax.models.transformer import head_logits, param_specs, trunk
-from sao_jax.parallel.params import init_params, path_names
+from sao_jax.parallel.params import abstract_params, path_names
 
 SMALL = ModelConfig(vocab_size=11, num_layers=2, d_model=8, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=12)
 MOE = dataclasses.replace(SMALL, num_experts=4, num_experts_per_token=2, d_ff_expert=6)
@@ -163,7 +163,8 @@ def test_carry_and_layer_index_reach_attend():
   def attend(q, k, v, layer_index, carry):
     return q, carry.at[layer_index].set(layer_index + 10 * carry.max())
 
-  _, carry = trunk(random_params(config), config, IDS, POSITIONS, attend=attend, carry=jnp.zeros(3, jnp.int32))
+  run = jax.jit(lambda params: trunk(params, config, IDS, POSITIONS, attend=attend, carry=jnp.zeros(3, jnp.int32))[1])
+  carry = run(random_params(config))
   assert carry.tolist() == [0, 1, 12]
 
 
@@ -174,7 +175,7 @@ def test_attention_implementations_agree():
 
   def run(fn):
     value = lambda q, k, v: jnp.sum(jnp.sin(fn(q, k, v, mask)))
-    return fn(q, k, v, mask), jax.grad(value, argnums=(0, 1, 2))(q, k, v)
+    return jax.jit(lambda: (fn(q, k, v, mask), jax.grad(value, argnums=(0, 1, 2))(q, k, v)))()
 
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), run(rowwise_attention), run(grouped_attention)
@@ -218,6 +219,10 @@ def test_annotations_hold():
 
 def test_bf16_activations():
   config = dataclasses.replace(MOE, dtype="bfloat16", param_dtype="bfloat16")
-  params = init_params(param_specs(config), jax.random.key(0))
-  hidden, _ = trunk(params, config, IDS, POSITIONS, attend=packed_attend(jnp.asarray(SEGMENTS)))
-  assert hidden.dtype == jnp.bfloat16 and head_logits(params, config, hidden).dtype == jnp.float32
+
+  def run(params):
+    hidden, _ = trunk(params, config, IDS, POSITIONS, attend=packed_attend(jnp.asarray(SEGMENTS)))
+    return hidden, head_logits(params, config, hidden)
+
+  hidden, logits = jax.eval_shape(run, abstract_params(param_specs(config)))
+  assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32

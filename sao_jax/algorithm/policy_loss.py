@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from sao_jax.algorithm.reductions import masked_count, masked_sum
 
-Metrics = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
+SumCounts = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
 
 
 class DISWeights(NamedTuple):
@@ -66,7 +66,7 @@ def dis_policy_loss(
   epsilon_low: float,
   epsilon_high: float,
   denominator: Float[Array, ""] | float | None = None,
-) -> tuple[Float[Array, ""], Metrics]:
+) -> tuple[Float[Array, ""], SumCounts]:
   """loss = -(1/N) Σ_k stop_gradient(f(ρ_k) A_k) log π(a_k | s_k).
 
   The stop-gradient belongs to the method: differentiating through f would give the coefficient ρA(1 + log π), which

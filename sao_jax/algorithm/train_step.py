@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from sao_jax.algorithm.advantage import masked_whiten
 from sao_jax.algorithm.critic_update import CriticFit, ValueApply, critic_metrics, fit_critic, read_values
@@ -77,7 +77,12 @@ def make_train_step(
   check_algorithm_config(config)
 
   def policy_part(
-    state: TrainState, critic: NetworkState, fit: CriticFit, batch: TrajectoryBatch, mask: Bool[Array, "B T"]
+    policy: NetworkState,
+    critic: NetworkState,
+    fit: CriticFit,
+    batch: TrajectoryBatch,
+    mask: Bool[Array, "B T"],
+    lags: Int[Array, "B T"],
   ) -> tuple[NetworkState, Metrics]:
     if config.advantage_values == "pre":
       values = fit.values_before
@@ -87,8 +92,7 @@ def make_train_step(
     mean, std = masked_mean_and_std(advantages, mask)
     if config.whiten_advantages:
       advantages = masked_whiten(advantages, mask)
-    policy, policy_fit = fit_policy(config, policy_apply, policy_optimizer, state.policy, batch, mask, advantages)
-    lags = token_lags(state.policy_version, batch.policy_version, mask)
+    policy, policy_fit = fit_policy(config, policy_apply, policy_optimizer, policy, batch, mask, advantages)
     metrics = policy_metrics(config, policy_fit, batch, mask, lags, max_lag)
     return policy, metrics | {"advantage_mean": mean, "advantage_std": std}
 
@@ -98,10 +102,10 @@ def make_train_step(
     lags = token_lags(state.policy_version, batch.policy_version, mask)
     metrics = batch_metrics(batch, mask) | critic_metrics(fit, batch, mask) | lag_metrics(lags, mask, max_lag=max_lag)
     if update_policy:
-      policy, of_policy = policy_part(state, critic, fit, batch, mask)
+      policy, of_policy = policy_part(state.policy, critic, fit, batch, mask, lags)
       version = state.policy_version + 1
     else:
-      _, shapes = jax.eval_shape(policy_part, state, critic, fit, batch, mask)
+      _, shapes = jax.eval_shape(policy_part, state.policy, critic, fit, batch, mask, lags)
       of_policy = {name: jnp.full(x.shape, jnp.nan, x.dtype) for name, x in shapes.items()}
       of_policy["policy_updates_skipped"] = jnp.zeros((), jnp.float32)
       policy, version = state.policy, state.policy_version

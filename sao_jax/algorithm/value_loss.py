@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from sao_jax.algorithm.policy_loss import Metrics
+from sao_jax.algorithm.policy_loss import SumCounts
 from sao_jax.algorithm.reductions import masked_count, masked_sum
 from sao_jax.config import AlgorithmConfig
 
@@ -24,7 +24,7 @@ def value_loss(
   denominator: Float[Array, ""] | float | None = None,
   old_values: Float[Array, "*tokens"] | None = None,
   clip: float = 0.0,
-) -> tuple[Float[Array, ""], Metrics]:
+) -> tuple[Float[Array, ""], SumCounts]:
   """(1/N) Σ (V - G)² over the sampled tokens, in fp32; no factor 1/2.
 
   Args:
@@ -50,7 +50,7 @@ def value_loss(
 
 def _normalise(
   losses: Float[Array, "*tokens"], action_mask: Bool[Array, "*tokens"], denominator: Float[Array, ""] | float | None
-) -> tuple[Float[Array, ""], Metrics]:
+) -> tuple[Float[Array, ""], SumCounts]:
   """Masked sum of token losses over the denominator, with its (sum, count)."""
   total, count = masked_sum(losses, action_mask), masked_count(action_mask)
   loss = total / jnp.maximum(count if denominator is None else denominator, 1.0)
@@ -75,7 +75,7 @@ class ValueHead(Protocol):
     *,
     denominator: Float[Array, ""] | float | None = None,
     old_values: Float[Array, "*tokens"] | None = None,
-  ) -> tuple[Float[Array, ""], Metrics]:
+  ) -> tuple[Float[Array, ""], SumCounts]:
     """The loss of outputs against returns; arguments as in `value_loss`."""
 
 

@@ -17,7 +17,7 @@ HELDOUT_FRACTION = 0.1
 
 
 def split_of(text: str) -> str:
-  """ "heldout" for a tenth of all texts, "train" for the others; decided by the SHA-256 of the text alone.
+  """Puts a tenth of all texts into "heldout", the others into "train", by the SHA-256 of the text alone.
 
   So the splits are disjoint whatever seed or process drew a prompt, and a text that is drawn twice stays on its side.
   """

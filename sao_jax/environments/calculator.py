@@ -29,6 +29,8 @@ from sao_jax.episode_types import PromptKey
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.exact_match import integer_match
 
+MAX_DRAWS = 1000  # 0.9 ** 1000 = 2e-46: only a handful of different questions has none in a split
+
 
 @dataclasses.dataclass(frozen=True)
 class Calculator:
@@ -81,13 +83,17 @@ class CalculatorPrompts(Sequence[Prompt]):
   def __getitem__(self, index: int) -> Prompt:
     if not 0 <= index < len(self):
       raise IndexError(index)
-    settings, index, attempt = self._settings, int(index), 0
-    while True:
-      rng = np.random.default_rng((self._seed, index, attempt))
+    settings, index = self._settings, int(index)
+    for draw in range(MAX_DRAWS):
+      rng = np.random.default_rng((self._seed, index, draw))
       question = arithmetic.draw_question(rng, settings.num_operands, settings.max_operand, settings.operators)
       if split_of(question) == self._split:
         return Prompt(PromptKey(settings.name, index, 0), {"question": question})
-      attempt += 1
+    raise ConfigError(
+      "environment.max_operand",
+      f"No {self._split} question among {MAX_DRAWS}: there are too few different ones.",
+      "Raise max_operand or num_operands, or allow more operators.",
+    )
 
 
 class CalculatorEpisode(Environment):

@@ -6,6 +6,7 @@ computed in the activation dtype.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -15,8 +16,18 @@ def rope_table(
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
   """cos and sin of position · theta^(-2i / head_dim), i = 0 ... head_dim / 2 - 1, fp32."""
   exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-  angles = positions[..., None].astype(jnp.float32) * jnp.power(jnp.float32(theta), -exponents)
-  return jnp.cos(angles), jnp.sin(angles)
+  frequencies = jnp.power(jnp.float32(theta), -exponents)
+
+  def table(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+  batch, length = positions.shape
+  if length % 2:
+    return table(positions)
+  # In two halves, by a loop: XLA fuses plain code into its readers, and every layer and head would compute sines again.
+  halves = jax.lax.map(table, positions.reshape(batch, 2, -1).swapaxes(0, 1))
+  return jax.tree.map(lambda half: half.swapaxes(0, 1).reshape(batch, length, -1), halves)
 
 
 def apply_rope(

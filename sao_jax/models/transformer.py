@@ -19,6 +19,8 @@ from sao_jax.models.rope import apply_rope, rope_table
 from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
 from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules, constrain
 
+UNROLLED_LAYERS = 4  # a stack this shallow becomes straight code, which saves copies of stacked activations
+
 # attend(q [B,T,H,h], k [B,T,K,h], v [B,T,K,h], layer_index, carry) -> (out [B,T,H,h], carry)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
@@ -127,7 +129,8 @@ def trunk(
     if name in params:
       count = params[name]["mlp_norm"].shape[0]
       layer_indices = jnp.arange(first_layer, first_layer + count, dtype=jnp.int32)
-      (x, carry), _ = jax.lax.scan(step, (x, carry), (params[name], layer_indices))
+      unroll = count if count <= UNROLLED_LAYERS else 1
+      (x, carry), _ = jax.lax.scan(step, (x, carry), (params[name], layer_indices), unroll=unroll)
       first_layer += count
   return rms_norm(x, params["final_norm"], config.rms_norm_eps), carry
 

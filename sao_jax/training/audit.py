@@ -1,7 +1,7 @@
 """Sampler against learner, before the first step: the same tokens under the same weights must have the same log-probs.
 
-Any difference at lag 0 is a fault (dropout, a temperature on one side only, filters, precision, stale weights) and would
-silently eat the trust region of the importance ratios.
+Any difference at lag 0 is a fault (dropout, a temperature on one side only, filters, precision, stale weights) and
+would silently eat the trust region of the importance ratios.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SamplerMismatch(RuntimeError):
     super().__init__(
       f"training.audit_tolerance: sampler and learner log-probabilities differ by up to {worst:.3g} (mean {mean:.3g}) "
       f"for the same tokens under the same weights; allowed are {tolerance:.3g}\n"
-      "  remedy: find the difference (precision, temperature, filters, a cache dtype, weights that were not published); "
+      "  remedy: find the difference (precision, temperature, filters, cache dtype, weights that were not published); "
       "with bf16 networks raise training.audit_tolerance to what bf16 explains, about 0.05"
     )
 

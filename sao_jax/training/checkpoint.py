@@ -19,7 +19,7 @@ from absl import logging
 
 from sao_jax.errors import ConfigError
 from sao_jax.training.checkpoint_tree import NETWORKS, REST, check_same_leaves, flatten, nest, places, split
-from sao_jax.training.host_state import HostStateHandler, HostStateRestore, HostStateSave
+from sao_jax.training.host_state import HostStateHandler, HostStateRestore, HostStateSave, encode
 from sao_jax.types import PyTree
 
 _HOST = "host"
@@ -73,10 +73,11 @@ class Checkpointer:
     """
     if step == self._current:
       return
+    archive = encode(host_state)
     self.wait()
     self._take_over(step)
     items = {name: ocp.args.StandardSave(nest(leaves)) for name, leaves in split(state).items() if leaves}
-    self._manager.save(step, args=ocp.args.Composite(**items, **{_HOST: HostStateSave(host_state)}), force=True)
+    self._manager.save(step, args=ocp.args.Composite(**items, **{_HOST: HostStateSave(archive)}), force=True)
     self._current = step
 
   def wait(self) -> None:

@@ -11,7 +11,9 @@ from absl import logging
 
 from sao_jax.config import RunConfig
 from sao_jax.environments.base import EnvironmentFailure, Prompt
-from sao_jax.rollout.episode import EpisodeLimits, run_episode
+from sao_jax.rollout.episode import EpisodeLimits
+from sao_jax.rollout.intake import Rollout
+from sao_jax.rollout.runner import EpisodeRunner
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training.report import append_episode
 from sao_jax.types import Trajectory
@@ -30,52 +32,53 @@ def episode_limits(config: RunConfig) -> EpisodeLimits:
 
 
 def run_episodes(
-  config: RunConfig, service: SamplerService, prompts: Iterable[Prompt], *, temperature: float
+  config: RunConfig,
+  service: SamplerService,
+  prompts: Iterable[Prompt],
+  *,
+  temperature: float,
+  first_rollout_id: int = 0,
 ) -> tuple[list[Trajectory], list[EnvironmentFailure]]:
   """Runs one episode per prompt, as many at once as there are slots.
+
+  Args:
+    config: the run's configuration.
+    service: a started sampler.
+    prompts: the tasks.
+    temperature: of sampling.
+    first_rollout_id: rollout ids count from here; with the sampler's seed they determine all random keys.
 
   Returns:
     The trajectories in the order of the prompts, and the failures of environments that outlasted
     `rollout.environment_retries`: those prompts have no outcome, which is not the same as reward 0.
   """
-  return asyncio.run(_run_all(config, service, list(prompts), temperature))
+  return asyncio.run(_run_all(config, service, list(prompts), temperature, first_rollout_id))
 
 
-async def _run_all(config: RunConfig, service: SamplerService, prompts: Sequence[Prompt], temperature: float):
+async def _run_all(
+  config: RunConfig, service: SamplerService, prompts: Sequence[Prompt], temperature: float, first_rollout_id: int
+):
   tokenizer = config.environment.tokenizer()
-  limits = episode_limits(config)
+  runner = EpisodeRunner(
+    lambda: config.environment.make(tokenizer),
+    service,
+    episode_limits(config),
+    temperature=temperature,
+    timeout=config.rollout.environment_timeout,
+    retries=config.rollout.environment_retries,
+  )
   free_slots = asyncio.Semaphore(config.sampler.num_slots)
 
-  async def attempt(prompt: Prompt, rollout_id: int) -> Trajectory:
-    environment = config.environment.make(tokenizer)
-    session_id = service.new_session()
-    try:
-      return await run_episode(
-        environment,
-        prompt,
-        service.generate,
-        rollout_id,
-        limits,
-        session_id=session_id,
-        temperature=temperature,
-        timeout=config.rollout.environment_timeout,
-      )
-    finally:
-      service.release(session_id)
-      await environment.close()
-
-  async def run_one(prompt: Prompt, rollout_id: int) -> Trajectory | EnvironmentFailure:
+  async def run_one(rollout: Rollout) -> Trajectory | EnvironmentFailure:
     async with free_slots:
-      for tries_left in reversed(range(config.rollout.environment_retries + 1)):
-        try:
-          return await attempt(prompt, rollout_id)
-        except EnvironmentFailure as failure:
-          if not tries_left or not failure.retryable:
-            logging.error("episode of prompt %s has no outcome: %s", tuple(prompt.key), failure)
-            return failure
-    raise AssertionError("unreachable")
+      try:
+        return await runner.run(rollout)
+      except EnvironmentFailure as failure:
+        logging.error("the episode of prompt %s has no outcome: %s", tuple(rollout.prompt.key), failure)
+        return failure
 
-  results = await asyncio.gather(*(run_one(prompt, index) for index, prompt in enumerate(prompts)))
+  rollouts = [Rollout(number, prompt) for number, prompt in enumerate(prompts, first_rollout_id)]
+  results = await asyncio.gather(*(run_one(rollout) for rollout in rollouts))
   trajectories = [result for result in results if isinstance(result, Trajectory)]
   return trajectories, [result for result in results if not isinstance(result, Trajectory)]
 

@@ -71,20 +71,19 @@ def _decode(value: Any, arrays: Any) -> Any:
 
 
 class HostStateHandler(ocp.AsyncCheckpointHandler):
-  """Lets Orbax write host state as one item of its atomic checkpoint; the archive is encoded before `save` returns."""
+  """Lets Orbax write an archive of host state as one item of its atomic checkpoint."""
 
   async def async_save(self, directory: pathlib.Path, args: HostStateSave) -> list[future.Future]:
-    """Encodes now, writes in the background."""
-    archive = encode(args.state)
+    """Writes in the background."""
 
     async def write() -> None:
-      _path(directory).write_bytes(archive)
+      _path(directory).write_bytes(args.archive)
 
     return [future.CommitFutureAwaitingContractedSignals(write(), name="host_state")]
 
   def save(self, directory: pathlib.Path, args: HostStateSave) -> None:
     """Writes at once."""
-    _path(directory).write_bytes(encode(args.state))
+    _path(directory).write_bytes(args.archive)
 
   def restore(self, directory: pathlib.Path, args: HostStateRestore | None = None) -> Any:
     """Reads this process's archive."""
@@ -98,9 +97,9 @@ def _path(directory: pathlib.Path) -> pathlib.Path:
 @ocp.args.register_with_handler(HostStateHandler, for_save=True)
 @dataclasses.dataclass
 class HostStateSave(ocp.args.CheckpointArgs):
-  """What to save."""
+  """What to save: the result of `encode`, made before the host goes on to change its state."""
 
-  state: Any
+  archive: bytes
 
 
 @ocp.args.register_with_handler(HostStateHandler, for_restore=True)

@@ -42,7 +42,7 @@ class Result:
 
 
 def pretrain_value(config: RunConfig, workdir: str | os.PathLike) -> Result:
-  """Trains the critic, attention included, on rollouts of the frozen initial policy until explained variance plateaus."""
+  """Trains the critic, attention too, on rollouts of the frozen initial policy until explained variance plateaus."""
   config = dataclasses.replace(config, critic_optimizer=config.value_pretraining.optimizer)
   return run_phase(config, pathlib.Path(workdir), phases.value_pretraining(config), freeze=False)
 

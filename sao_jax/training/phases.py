@@ -1,4 +1,4 @@
-"""The phases of a run and where each starts: SFT, value pretraining, RL; each keeps its checkpoints in its own folder."""
+"""The phases of a run and where each starts: SFT, value pretraining, RL; each has a folder of checkpoints."""
 
 from __future__ import annotations
 

@@ -58,9 +58,14 @@ class Devices:
   sampler: tuple[Any, ...]
 
 
+def local_devices() -> tuple[Any, ...]:
+  """The devices of this process."""
+  return tuple(jax.local_devices())
+
+
 def place(config: RunConfig) -> Devices:
   """Applies `rollout.placement`: with `split` the last `rollout.sampler_devices` local devices sample."""
-  local = tuple(jax.local_devices())
+  local = local_devices()
   if config.rollout.placement == "shared":
     return Devices(local, local)
   count = config.rollout.sampler_devices

@@ -1,0 +1,23 @@
+"""Placement `split`: some devices learn, the others sample."""
+
+from __future__ import annotations
+
+import jax
+import training_toy
+
+from sao_jax.training import loop, setup
+
+
+def test_placement_split_trains_on_some_devices_and_samples_on_others(tmp_path):
+  config = training_toy.replace(
+    training_toy.get_config(),
+    rollout={"placement": "split", "sampler_devices": 4},
+    mesh={"data": 1, "fsdp": 2, "expert": 2},
+    training={"steps": 2},
+  )
+  devices = setup.place(config)
+  assert not set(devices.learner) & set(devices.sampler)
+  result = loop.train(config, tmp_path)
+  assert int(result.state.policy_version) == 2
+  for leaf in jax.tree.leaves(result.state):
+    assert leaf.sharding.device_set == set(devices.learner)

@@ -59,6 +59,7 @@ class FakeEngine:
     self.slots = [FakeSlot() for _ in range(config.num_slots)]
     self.broken: BaseException | None = None
     self.log: list[tuple] = []
+    self.decode_batch = config.decode_batch
 
   def extend(self, extensions: Sequence[Extension]) -> None:
     assert len({extension.slot for extension in extensions}) == len(extensions)
@@ -74,7 +75,7 @@ class FakeEngine:
   def decode(self, num_steps: int, lengths: Mapping[int, int]) -> FakeDispatch:
     if self.broken is not None:
       raise self.broken
-    assert 1 <= num_steps <= self.config.decode_steps
+    assert 1 <= num_steps <= self.config.decode_steps and 1 <= len(lengths) <= self.decode_batch
     shape = (self.config.decode_steps, len(lengths))
     tokens, emitted = np.zeros(shape, np.int32), np.zeros(shape, bool)
     for row, (index, bound) in enumerate(lengths.items()):

@@ -16,9 +16,13 @@ from sao_jax.sampler.requests import GenerateRequest, SessionReleasedError
 from sao_jax.sampler.scheduler import Scheduler, best_num_steps
 
 
-def make(num_slots=2, context_length=64, decode_steps=4, kv_after_publish="keep", **kwargs):
+def make(num_slots=2, context_length=64, decode_steps=4, decode_batch=16, kv_after_publish="keep", **kwargs):
   config = SamplerConfig(
-    num_slots=num_slots, context_length=context_length, decode_steps=decode_steps, kv_after_publish=kv_after_publish
+    num_slots=num_slots,
+    context_length=context_length,
+    decode_steps=decode_steps,
+    decode_batch=decode_batch,
+    kv_after_publish=kv_after_publish,
   )
   engine = FakeEngine(config)
   return engine, Scheduler(engine, **kwargs)
@@ -327,6 +331,7 @@ def test_any_mixture_of_turns_gets_its_tokens(data):
     num_slots=draw(st.integers(1, 3)),
     context_length=40,
     decode_steps=draw(st.integers(1, 5)),
+    decode_batch=draw(st.integers(1, 3)),
     kv_after_publish=draw(st.sampled_from(["keep", "reprefill"])),
     park_after=draw(st.integers(0, 3)),
   )

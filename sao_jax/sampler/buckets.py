@@ -13,7 +13,6 @@ from sao_jax.errors import ConfigError
 from sao_jax.parallel.rules import AxisRules
 
 _SMALLEST_WINDOW = 16
-_SMALLEST_ROWS = 8
 
 
 def smallest_bucket(buckets: Sequence[int], size: int) -> int:
@@ -32,17 +31,26 @@ def prefill_buckets(config: SamplerConfig) -> tuple[int, ...]:
   return tuple(sorted({min(size, config.context_length) for size in config.prefill_buckets}))
 
 
-def row_buckets(num_slots: int) -> tuple[int, ...]:
-  """Numbers of slots that decode compiles for, ascending: when few slots are active, only those are computed."""
-  sizes = [num_slots]
-  while sizes[-1] >= 4 * _SMALLEST_ROWS:
-    sizes.append(sizes[-1] // 4)
+def prefix_windows(config: SamplerConfig) -> tuple[int, ...]:
+  """The windows that a prefill behind other tokens compiles for: every second one, down from the whole cache."""
+  return window_buckets(config)[::-1][::2][::-1]
+
+
+def decode_batches(config: SamplerConfig) -> tuple[int, ...]:
+  """Numbers of slots that decode compiles for, ascending: the largest, and quarters of it for the end of a run."""
+  return _quarters(min(config.decode_batch, config.num_slots), smallest=4)
+
+
+def prefill_batches(config: SamplerConfig) -> tuple[int, ...]:
+  """Numbers of sequences per prefill call, ascending from 1."""
+  return _quarters(config.prefill_batch, smallest=1)
+
+
+def _quarters(largest: int, smallest: int) -> tuple[int, ...]:
+  sizes = [largest]
+  while sizes[-1] > smallest:
+    sizes.append(max(sizes[-1] // 4, smallest))
   return tuple(reversed(sizes))
-
-
-def prefill_batches(prefill_batch: int, shards: int = 1) -> tuple[int, ...]:
-  """Numbers of sequences per prefill call, descending: `shards` times powers of two, so that rows are rarely empty."""
-  return tuple(shards * 2**i for i in reversed(range(max(1, prefill_batch // shards).bit_length())))
 
 
 def data_shards(mesh: Mesh, rules: AxisRules) -> int:
@@ -56,7 +64,7 @@ def check_sampler_config(config: SamplerConfig, shards: int = 1) -> None:
   Raises:
     ConfigError: naming the field.
   """
-  for name in ("num_slots", "context_length", "decode_steps", "prefill_batch"):
+  for name in ("num_slots", "context_length", "decode_steps", "decode_batch", "prefill_batch"):
     if getattr(config, name) < 1:
       raise ConfigError(f"sampler.{name}", f"it is {getattr(config, name)}.", "use a positive number.")
   if config.num_slots % shards:

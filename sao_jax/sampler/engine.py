@@ -78,10 +78,16 @@ class Engine:
     self._key = jax.random.key(seed)
     self._rule = SamplingRule(top_p=sampler_config.top_p, top_k=sampler_config.top_k)
     self._windows = buckets.window_buckets(sampler_config)
+    self._prefixes = buckets.prefix_windows(sampler_config)
     self._lengths = buckets.prefill_buckets(sampler_config)
-    self._batches = buckets.prefill_batches(sampler_config.prefill_batch, shards)
-    self._rows = buckets.row_buckets(self._num_slots) if mesh is None else (self._num_slots,)
+    self._prefill_batches = buckets.prefill_batches(sampler_config) if shards == 1 else (shards,)
+    self._decode_batches = buckets.decode_batches(sampler_config) if mesh is None else (self._num_slots,)
     self._state = empty_state(model_config, sampler_config, mesh, self._rules)
+
+  @property
+  def decode_batch(self) -> int:
+    """Slots per dispatch."""
+    return self._decode_batches[-1]
 
   def extend(self, extensions: Sequence[Extension]) -> None:
     """Writes the tokens and starts the turns: a prompt, the next turn of a trajectory, a prefill after a publish.
@@ -93,15 +99,15 @@ class Engine:
     """
     for extension in extensions:
       extension.check(self.config.context_length)
-    for call in plan_calls(extensions, self._lengths, self._windows, self._batches):
+    for call in plan_calls(extensions, self._lengths, self._prefixes, self._prefill_batches):
       self._extend(call)
 
   def decode(self, num_steps: int, lengths: Mapping[int, int]) -> Dispatch:
     """Starts up to `num_steps` ≤ decode_steps steps and returns at once; a slot stops by itself when its turn ends.
 
-    `lengths` names the slots to decode, and for each how many tokens it has written, at most.
+    `lengths` names the slots to decode, at most `decode_batch`, and for each how many tokens it has written, at most.
     """
-    rows = buckets.smallest_bucket(self._rows, len(lengths))
+    rows = buckets.smallest_bucket(self._decode_batches, len(lengths))
     slots = np.full((rows,), self._num_slots, np.int32)
     members = np.fromiter(lengths, np.int32, len(lengths))
     slots[members if rows == self._num_slots else slice(len(members))] = members
@@ -136,12 +142,12 @@ class Engine:
 
     `prefixes=False` leaves out what only later turns, and prompts beyond the largest prefill bucket, need.
     """
-    for rows in self._rows:
+    for rows in self._decode_batches:
       for window in self._windows:
         self._decode(np.full((rows,), self._num_slots, np.int32), 0, window)
-    for window in (0, *(self._windows if prefixes else ())):
+    for window in (0, *(self._prefixes if prefixes else ())):
       for length in self._lengths:
-        for rows in self._batches:
+        for rows in self._prefill_batches:
           self._extend(PrefillCall([], rows, length, window))
 
   def _decode(self, slots: np.ndarray, num_steps: int, window: int) -> Dispatch:

@@ -121,7 +121,7 @@ def plan_calls(
     extensions: for different slots.
     lengths: padded lengths, ascending.
     windows: prefix windows, ascending; a piece without a prefix uses 0.
-    batches: rows per call, descending; only a rest smaller than the last one leaves rows empty.
+    batches: rows per call, ascending; only a rest smaller than the first one leaves rows empty.
   """
   waiting = [cut(extension, lengths[-1]) for extension in extensions]
   for round_of_pieces in itertools.zip_longest(*waiting):
@@ -131,6 +131,6 @@ def plan_calls(
       groups.setdefault((smallest_bucket(lengths, piece.count), window), []).append(piece)
     for (length, window), members in groups.items():
       while members:
-        rows = next((size for size in batches if size <= len(members)), batches[-1])
+        rows = next((size for size in reversed(batches) if size <= len(members)), batches[0])
         yield PrefillCall(members[:rows], rows, length, window)
         members = members[rows:]

@@ -46,7 +46,7 @@ class Scheduler:
   """Feeds an engine: `submit`, `release` and `publish` from any thread, `tick` from one.
 
   A tick takes what was submitted, applies the latest publish, fills free slots (finished turns leave theirs at once,
-  while the others go on), starts a dispatch, and then reads the dispatch before it: the device never waits for
+  while the others go on), starts dispatches, and then reads those of the tick before: the device never waits for
   the host. A slot whose budget ends inside a dispatch is refilled without reading it first.
 
   A session that waits for its environment keeps its slot. When turns queue and no slot is free, the session that has
@@ -118,11 +118,12 @@ class Scheduler:
     if self._published is not None:
       self._apply_publish()
     self._fill_slots()
-    started = self._start_dispatch()
-    while len(self._started) > started:
+    before = len(self._started)
+    self._start_dispatches()
+    worked = worked or bool(self._started)
+    for _ in range(before):
       self._read_dispatch()
-      worked = True
-    return worked or started
+    return worked
 
   def fail(self, error: BaseException) -> None:
     """Ends every turn, queued or to come, with `error`."""
@@ -210,22 +211,25 @@ class Scheduler:
     self._counters.parked += 1
     return True
 
-  def _start_dispatch(self) -> bool:
-    if not self._decoding:
-      return False
-    steps_left = np.array([session.turn.steps_left for session in self._decoding], np.int32)
+  def _start_dispatches(self) -> None:
+    """One dispatch for every `decode_batch` running turns; those that end at about the same time go together."""
+    self._decoding.sort(key=lambda session: session.turn.steps_left)
+    for first in range(0, len(self._decoding), self._engine.decode_batch):
+      self._start_dispatch(self._decoding[first : first + self._engine.decode_batch])
+    self._decoding = [session for session in self._decoding if session.turn.steps_left]
+
+  def _start_dispatch(self, sessions: list[Session]) -> None:
+    steps_left = np.array([session.turn.steps_left for session in sessions], np.int32)
     num_steps = best_num_steps(steps_left, self._engine.config.decode_steps)
-    dispatch = self._engine.decode(num_steps, {session.slot: session.written for session in self._decoding})
-    by_slot = {session.slot: session for session in self._decoding}
+    dispatch = self._engine.decode(num_steps, {session.slot: session.written for session in sessions})
+    by_slot = {session.slot: session for session in sessions}
     rows = [(row, by_slot[slot], by_slot[slot].turn) for row, slot in enumerate(dispatch.slots) if slot in by_slot]
     self._started.append((dispatch, rows))
     self._counters.dispatches += 1
-    for session in self._decoding:
+    for session in sessions:
       session.count_steps(num_steps)
       if not session.turn.steps_left and not session.turn.request.keep_slot:
         self._free_slot(session)
-    self._decoding = [session for session in self._decoding if session.turn.steps_left]
-    return True
 
   def _read_dispatch(self) -> None:
     dispatch, rows = self._started.popleft()

@@ -49,6 +49,7 @@ class Checkpointer:
     self._directory = pathlib.Path(directory).absolute()
     self._every = every
     self._current: int | None = None  # the step that this process saved or restored last
+    self._failure: Exception | None = None
     self._owned = False  # nothing on disk is changed before the first save
     self._manager = _manager(self._directory, keep=keep)
 
@@ -68,12 +69,13 @@ class Checkpointer:
     Checkpoints of this or a later step, left by a run that was abandoned by going back, are moved aside.
 
     Raises:
-      the error of an earlier save that failed, as itself.
+      the error of an earlier save that failed, as itself; nothing more can be saved with this object.
       TypeError: when `host_state` cannot be stored.
     """
+    archive = encode(host_state)
+    self._raise_failure(self._manager.check_for_errors)
     if step == self._current:
       return
-    archive = encode(host_state)
     self.wait()
     self._take_over(step)
     items = {name: ocp.args.StandardSave(nest(leaves)) for name, leaves in split(state).items() if leaves}
@@ -140,11 +142,14 @@ class Checkpointer:
     return Restored(step, jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), restored[_HOST])
 
   def _raise_failure(self, check: Callable[[], None]) -> None:
-    try:
-      check()
-    except BaseException:
-      self._current = None  # that save is not on disk: the same step may be saved again
-      raise
+    """Raises the error that `check` finds, and again at every later call: that save's writers may still be at work."""
+    if self._failure is None:
+      try:
+        check()
+      except Exception as error:
+        self._failure = error
+    if self._failure is not None:
+      raise self._failure
 
   def _take_over(self, step: int) -> None:
     """Before a save: clears what killed saves left, once, and moves checkpoints of an abandoned future aside."""

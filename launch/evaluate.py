@@ -30,4 +30,4 @@ def main(config: RunConfig, workdir: str) -> None:
 
 
 if __name__ == "__main__":
-  _flags.run(main)
+  _flags.run(main, record=False)

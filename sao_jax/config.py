@@ -1,7 +1,7 @@
 """The configuration of a run: frozen dataclasses, one per room, with the paper's defaults (section 5 of the README).
 
-Everything here is static data: values only, no functions of a run. `sao_jax.validation` (called before any work starts)
-refuses combinations that cannot work.
+Everything here is static data: values only, no functions of a run. `sao_jax.training.validation`, called before any
+work starts, refuses combinations that cannot work.
 """
 
 from __future__ import annotations

@@ -166,6 +166,7 @@ ELSEWHERE = {
   "sampler.num_slots": 0,
   "sampler.context_length": 0,
   "sampler.decode_steps": 0,
+  "sampler.decode_batch": 0,
   "sampler.prefill_batch": 0,
   "sampler.prefill_buckets": (),
   "sampler.window_buckets": (0,),

@@ -25,6 +25,12 @@ from sao_jax.episode_types import PromptKey
 VOCABULARY, STOP_IDS = 32, tuple(range(24, 32))
 
 
+class SmallTokenizer(ByteTokenizer):
+  """Only ids below 32 occur."""
+
+  vocab_size = VOCABULARY
+
+
 class ParityEpisode(Environment):
   """Two turns; the reward is 1 when the sum of all sampled ids is even."""
 
@@ -49,7 +55,7 @@ class Parity:
   """Its spec."""
 
   name: str = "parity"
-  tokenizer = ByteTokenizer
+  tokenizer = SmallTokenizer
   make = staticmethod(lambda tokenizer: ParityEpisode())
 
   def prompts(self, tokenizer, split, seed):
@@ -65,7 +71,16 @@ def get_config() -> RunConfig:
   return RunConfig(
     name="toy",
     environment=Parity(),
-    model=ModelConfig(num_layers=1, d_model=16, num_heads=2, num_kv_heads=1, head_dim=8, num_experts=2, d_ff_expert=16),
+    model=ModelConfig(
+      vocab_size=VOCABULARY,
+      num_layers=1,
+      d_model=16,
+      num_heads=2,
+      num_kv_heads=1,
+      head_dim=8,
+      num_experts=2,
+      d_ff_expert=16,
+    ),
     algorithm=AlgorithmConfig(critic_warmup_steps=1, logprob_chunk=128),
     policy_optimizer=OptimizerConfig(learning_rate=1e-3),
     critic_optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0),

@@ -16,7 +16,7 @@ from sao_jax.sampler.requests import GenerateRequest, SessionReleasedError
 from sao_jax.sampler.session import OnDone, Session, Turn
 
 # What starting a dispatch costs, in decode steps, when the length of one is chosen.
-_DISPATCH_OVERHEAD = 0.5
+_DISPATCH_OVERHEAD = 1.0
 
 
 @dataclasses.dataclass
@@ -212,8 +212,8 @@ class Scheduler:
     return True
 
   def _start_dispatches(self) -> None:
-    """One dispatch for every `decode_batch` running turns; those that end at about the same time go together."""
-    self._decoding.sort(key=lambda session: session.turn.steps_left)
+    """One dispatch for every `decode_batch` running turns, those of like length together: they attend over one window."""
+    self._decoding.sort(key=lambda session: session.written)
     for first in range(0, len(self._decoding), self._engine.decode_batch):
       self._start_dispatch(self._decoding[first : first + self._engine.decode_batch])
     self._decoding = [session for session in self._decoding if session.turn.steps_left]

@@ -1,0 +1,127 @@
+"""The sampler against the machine's limit, and continuous batching against waiting for the slowest answer."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from sao_jax.benchmarks import peers
+from sao_jax.benchmarks.flops import decode_flops
+from sao_jax.benchmarks.scale import Scale
+from sao_jax.benchmarks.timing import interleave, make_gemm, median_ratio
+from sao_jax.config import ModelConfig, SamplerConfig
+from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.params import init_params
+from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.requests import Completion, GenerateRequest
+from sao_jax.sampler.scheduler import Scheduler
+
+
+def sampler(scale: Scale) -> dict[str, Any]:
+  """Sampled tokens per second with all slots busy, prefill and host work included, as a share of the GEMM limit."""
+  return {name: _sampler(scale, config) for name, config in scale.models().items()}
+
+
+def _sampler(scale: Scale, config: ModelConfig) -> dict[str, Any]:
+  gemm, gemm_flops = make_gemm(scale.gemm_size)
+  lengths = [(scale.prompt_length, scale.answer_length)]
+  context = scale.prompt_length + scale.answer_length
+  alternatives = {"gemm": gemm}
+  for slots in scale.slots:
+    requests = make_requests(lengths * slots, config.vocab_size)
+    scheduler = make_scheduler(config, slots, context)
+    alternatives[str(slots)] = functools.partial(generate, scheduler, requests)
+  seconds = interleave(alternatives, scale.rounds)
+  flops = decode_flops(config)
+  result = {}
+  for slots in scale.slots:
+    tokens = slots * scale.answer_length
+    share = tokens * flops / gemm_flops * median_ratio(seconds["gemm"], seconds[str(slots)])
+    tokens_per_second = tokens / statistics.median(seconds[str(slots)])
+    result[f"{slots}_slots"] = {"tokens_per_second": tokens_per_second, "share_of_gemm": share}
+  return result | {"gemm_flops_per_second": gemm_flops / statistics.median(seconds["gemm"])}
+
+
+def batching(scale: Scale) -> dict[str, Any]:
+  """Useful tokens per second with uneven answers: every free slot refilled at once, or waves that wait for the slowest.
+
+  Both run on the same engine, which leaves finished slots out of its dispatches; so the ratio holds what refilling
+  alone brings. `padded_tokens_per_second` counts, for the waves, every slot up to its wave's longest answer.
+  """
+  return {name: _batching(scale, config) for name, config in scale.models().items()}
+
+
+def _batching(scale: Scale, config: ModelConfig) -> dict[str, Any]:
+  slots = scale.slots[-1]
+  lengths = uneven_lengths(scale)
+  requests = make_requests(lengths, config.vocab_size)
+  waves = [requests[i : i + slots] for i in range(0, len(requests), slots)]
+  scheduler = make_scheduler(config, slots, scale.prompt_lengths[1] + scale.answer_maximum)
+
+  def in_waves() -> None:
+    for wave in waves:
+      generate(scheduler, wave)
+
+  seconds = interleave(
+    {"continuous": functools.partial(generate, scheduler, requests), "waves": in_waves}, scale.rounds
+  )
+  useful = sum(answer for _, answer in lengths)
+  padded = sum(len(wave) * max(request.max_tokens for request in wave) for wave in waves)
+  rate = useful / statistics.median(seconds["continuous"])
+  return {
+    "useful_tokens_per_second": rate,
+    "waves_useful_tokens_per_second": useful / statistics.median(seconds["waves"]),
+    "waves_padded_tokens_per_second": padded / statistics.median(seconds["waves"]),
+    "continuous_over_waves": median_ratio(seconds["waves"], seconds["continuous"]),
+    "tunix_useful_tokens_per_second": peers.TUNIX_USEFUL_SAMPLING,
+    "tunix_padded_tokens_per_second": peers.TUNIX_PADDED_SAMPLING,
+    "useful_over_tunix": rate / peers.TUNIX_USEFUL_SAMPLING,
+  }
+
+
+def uneven_lengths(scale: Scale) -> list[tuple[int, int]]:
+  """(prompt, answer) lengths of all requests: uniform prompts, heavy-tailed answers."""
+  rng = np.random.default_rng(0)
+  shortest, longest = scale.prompt_lengths
+  prompts = rng.integers(shortest, longest + 1, scale.num_requests)
+  answers = np.minimum(scale.answer_maximum, scale.answer_minimum * (1 + rng.pareto(1.5, scale.num_requests)))
+  return [(int(prompt), int(answer)) for prompt, answer in zip(prompts, answers)]
+
+
+def make_requests(lengths: Sequence[tuple[int, int]], vocab_size: int) -> list[GenerateRequest]:
+  """One request for every (prompt, answer) length, with random prompts; nothing but the budget ends an answer."""
+  rng = np.random.default_rng(1)
+  return [
+    GenerateRequest(i, i, rng.integers(0, vocab_size, prompt).astype(np.int32), max_tokens=answer)
+    for i, (prompt, answer) in enumerate(lengths)
+  ]
+
+
+def make_scheduler(config: ModelConfig, num_slots: int, context_length: int) -> Scheduler:
+  """A scheduler on an engine with random parameters, all its programs compiled."""
+  longest = 2 ** (context_length - 1).bit_length()
+  sampler_config = SamplerConfig(
+    num_slots=num_slots, context_length=context_length, prefill_buckets=(longest // 16, longest // 8, longest // 4)
+  )
+  params = init_params(param_specs(config), jax.random.key(0))
+  engine = Engine(params, config, sampler_config, seed=0)
+  engine.warm_up(prefixes=False)
+  return Scheduler(engine)
+
+
+def generate(scheduler: Scheduler, requests: Sequence[GenerateRequest]) -> None:
+  """Submits all requests at once and ticks in this thread until every one has its answer."""
+
+  def on_done(result: Completion | BaseException) -> None:
+    if isinstance(result, BaseException):
+      raise result
+
+  for request in requests:
+    scheduler.submit(request, on_done)
+  while scheduler.tick():
+    pass

@@ -1,0 +1,145 @@
+"""Train steps against the machine's limit, what publishing adds to them, and what more experts cost."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from sao_jax.algorithm.train_step import make_train_step
+from sao_jax.benchmarks import peers
+from sao_jax.benchmarks.flops import train_flops
+from sao_jax.benchmarks.scale import Scale
+from sao_jax.benchmarks.timing import interleave, make_gemm, median_ratio
+from sao_jax.config import AlgorithmConfig, ModelConfig, RunConfig
+from sao_jax.models.moe import moe_feed_forward
+from sao_jax.models.transformer import param_specs
+from sao_jax.models.value import value_params_from_policy
+from sao_jax.parallel.params import init_params
+from sao_jax.parallel.publish import make_publish
+from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.rollout.packing import shard_batch
+from sao_jax.training import setup
+from sao_jax.types import TrajectoryBatch
+
+
+class Trainer:
+  """One model in training, always on the same batch: one critic and one policy update per step.
+
+  Attributes:
+    flops_per_token: of a step, see `flops`.
+  """
+
+  def __init__(self, scale: Scale, model: ModelConfig, *, freeze: bool):
+    """`freeze` keeps the critic's attention fixed, the default of a run; otherwise everything trains."""
+    algorithm = AlgorithmConfig(value_updates=1, advantage_values="pre", freeze_attention=freeze)
+    device = jax.local_devices()[0]
+    learner = setup.make_learner(RunConfig(environment=None, model=model, algorithm=algorithm), (device,))
+    policy = setup.init_policy_params(learner, seed=0)
+    self.flops_per_token = train_flops(model, learner.frozen_paths)
+    self._state = setup.make_state(learner, policy, value_params_from_policy(policy, model))
+    self._batch = shard_batch(full_batch(scale, model.vocab_size), learner.mesh)
+    self._publish = make_publish(SingleDeviceSharding(device), model.dtype)
+    self._step = make_train_step(
+      algorithm,
+      learner.policy_apply,
+      learner.value_apply,
+      learner.policy_optimizer,
+      learner.value_optimizer,
+      frozen_value_paths=learner.frozen_paths,
+      state_shardings=jax.tree.map(lambda leaf: leaf.sharding, setup.abstract_state(learner)),
+    )
+
+  def step(self) -> None:
+    """One train step."""
+    self._state, metrics = self._step(self._state, self._batch)
+    jax.block_until_ready((self._state, metrics))
+
+  def publish(self) -> None:
+    """One copy of the policy for a sampler on the same device."""
+    jax.block_until_ready(self._publish(self._state.policy.params))
+
+
+def full_batch(scale: Scale, vocab_size: int) -> TrajectoryBatch:
+  """Rows filled by one trajectory each, a quarter of it prompt, sampled at about uniform probabilities."""
+  rng = np.random.default_rng(0)
+  shape = (scale.rows, scale.tokens)
+  positions = np.broadcast_to(np.arange(scale.tokens, dtype=np.int32), shape)
+  sampled = positions >= scale.tokens // 4
+  rewards = np.zeros(shape, np.float32)
+  rewards[:, -1] = rng.integers(0, 2, scale.rows)
+  return TrajectoryBatch(
+    token_ids=rng.integers(0, vocab_size, shape).astype(np.int32),
+    segment_ids=np.ones(shape, np.int32),
+    positions=positions,
+    action_mask=sampled,
+    behavior_logprobs=np.where(sampled, -np.log(vocab_size), np.nan).astype(np.float32),
+    policy_version=np.where(sampled, 0, -1).astype(np.int32),
+    rewards=rewards,
+    truncated=np.zeros(shape, np.bool_),
+  )
+
+
+def train_step(scale: Scale) -> dict[str, Any]:
+  """Tokens per second and share of the GEMM limit of one critic plus one policy update, and the cost of a publish.
+
+  With the critic's attention frozen, which is the default of a run, and with nothing frozen, as the peers are.
+  """
+  return {name: _train_step(scale, name, config) for name, config in scale.models().items()}
+
+
+def _train_step(scale: Scale, name: str, config: ModelConfig) -> dict[str, Any]:
+  gemm, gemm_flops = make_gemm(scale.gemm_size)
+  trainers = {
+    "attention_frozen": Trainer(scale, config, freeze=True),
+    "nothing_frozen": Trainer(scale, config, freeze=False),
+  }
+  steps = {key: trainer.step for key, trainer in trainers.items()}
+  seconds = interleave({"gemm": gemm, **steps, "publish": trainers["attention_frozen"].publish}, scale.rounds)
+  tokens = scale.rows * scale.tokens
+  result: dict[str, Any] = {}
+  for key, trainer in trainers.items():
+    rate = tokens / statistics.median(seconds[key])
+    share = tokens * trainer.flops_per_token / gemm_flops * median_ratio(seconds["gemm"], seconds[key])
+    over_peers = {f"over_{peer}": rate / theirs for peer, theirs in peers.TRAINING[name].items()}
+    result[key] = {"tokens_per_second": rate, "share_of_gemm": share} | over_peers
+  return result | {
+    "peers_tokens_per_second": peers.TRAINING[name],
+    "publish_share_of_step": median_ratio(seconds["publish"], seconds["attention_frozen"]),
+    "gemm_flops_per_second": gemm_flops / statistics.median(seconds["gemm"]),
+  }
+
+
+def experts(scale: Scale) -> dict[str, Any]:
+  """The cost of more experts at fixed active work, relative to the fewest: of one layer, and of a whole train step."""
+  layers = {str(count): _layer(scale, scale.mixture_of_experts(count)) for count in scale.experts}
+  trainers = {str(count): Trainer(scale, scale.mixture_of_experts(count), freeze=True).step for count in scale.experts}
+  return {
+    "layer_forward_and_backward": _relative(interleave(layers, scale.rounds)),
+    "train_step": _relative(interleave(trainers, scale.rounds)),
+  }
+
+
+def _relative(seconds: dict[str, list[float]]) -> dict[str, float]:
+  fewest = next(iter(seconds.values()))
+  ratios = {f"{count}_experts": median_ratio(times, fewest) for count, times in seconds.items()}
+  return ratios | {"highest_over_lowest": max(ratios.values()) / min(ratios.values())}
+
+
+def _layer(scale: Scale, config: ModelConfig) -> Callable[[], object]:
+  """One MoE layer's forward and backward pass on the tokens of a batch."""
+  specs = {"moe": param_specs(config)["moe_layers"]["moe"]}
+  params = jax.tree.map(lambda leaf: leaf[0], init_params(specs, jax.random.key(0))["moe"])
+  x = jax.random.normal(jax.random.key(1), (scale.rows, scale.tokens, config.d_model), jnp.float32)
+
+  def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return jnp.mean(moe_feed_forward(params, x, config, None, DEFAULT_RULES) * x, dtype=jnp.float32)
+
+  gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+  return lambda: jax.block_until_ready(gradients(params, x))

@@ -1,0 +1,72 @@
+"""How things are timed: alternatives in turn, medians over rounds, a matrix product as the limit, compilations counted.
+
+A machine's speed drifts (heat, neighbours), so no two figures of different minutes are compared: every ratio is taken
+between calls that follow each other, and the median over the rounds is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def interleave(alternatives: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+  """Seconds of every alternative in every round; each round calls all of them, in order.
+
+  A round that is not timed comes first and compiles what there is to compile.
+
+  Args:
+    alternatives: functions that return when their work is done, not when it is dispatched.
+    rounds: how many are timed.
+
+  Raises:
+    RuntimeError: something was compiled while it was timed.
+  """
+  for run in alternatives.values():
+    run()
+  seconds: dict[str, list[float]] = {name: [] for name in alternatives}
+  compiled: list[str] = []
+  with on_compilation(compiled.append):
+    for _ in range(rounds):
+      for name, run in alternatives.items():
+        start = time.perf_counter()
+        run()
+        seconds[name].append(time.perf_counter() - start)
+  if compiled:
+    raise RuntimeError(f"compiled while timed, so nothing can be said: {', '.join(compiled)}")
+  return seconds
+
+
+def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+  """Median over rounds of numerator / denominator, both of the same round."""
+  return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+@contextlib.contextmanager
+def on_compilation(callback: Callable[[str], object]) -> Iterator[None]:
+  """Calls `callback(name of the program)` at every compilation in this process, reads from a compile cache included."""
+
+  def listener(event: str, seconds: float, **details: str | int) -> None:
+    del seconds
+    if event == COMPILE_EVENT:
+      callback(str(details.get("fun_name", "?")))
+
+  jax.monitoring.register_event_duration_secs_listener(listener)
+  try:
+    yield
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def make_gemm(size: int) -> tuple[Callable[[], object], float]:
+  """A square fp32 matrix product of this size, and its FLOPs: what the machine can do at best."""
+  matrix = jnp.full((size, size), 1.0 / size, jnp.float32)
+  multiply = jax.jit(lambda a, b: a @ b)
+  return lambda: jax.block_until_ready(multiply(matrix, matrix)), 2.0 * size**3

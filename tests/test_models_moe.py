@@ -15,7 +15,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.models.grouped_map import grouped_map
 from sao_jax.models.grouped_matmul import choose_implementation, grouped_matmul, megablox_matmul
 from sao_jax.models.linear import feed_forward
-from sao_jax.models.moe import expert_feed_forward, permute, route
+from sao_jax.models.moe import expert_feed_forward, permute, route, sort_by_expert
 
 M, D, F, E = 40, 6, 5, 4
 
@@ -89,6 +89,15 @@ def test_grouped_map_of_a_nonlinear_function():
 
   blocked = run(lambda p, r: grouped_map(feed_forward, p, r, jnp.asarray(group_sizes)))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), blocked, run(loop_map))
+
+
+def test_sort_by_expert_is_stable():
+  ids = np.random.default_rng(0).integers(0, 5, 50).astype(np.int32)
+  order, inverse = sort_by_expert(jnp.asarray(ids), 5)
+  np.testing.assert_array_equal(order, np.argsort(ids, kind="stable"))
+  np.testing.assert_array_equal(order[inverse], np.arange(50))
+  with pytest.raises(ValueError, match="micro-batches"):
+    jax.eval_shape(lambda ids: sort_by_expert(ids, 2**20), jax.ShapeDtypeStruct((2**11,), jnp.int32))
 
 
 def test_permute_is_its_own_kind_of_gather():

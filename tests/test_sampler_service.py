@@ -91,6 +91,27 @@ def test_several_event_loops_and_threads_at_once(service):
   wait_until(lambda: service.stats()["free_slots"] == 3)
 
 
+def test_several_schedulers_share_the_work():
+  engines = [FakeEngine(CONFIG) for _ in range(2)]
+  with SamplerService(*map(Scheduler, engines)) as service:
+
+    async def run():
+      return await asyncio.gather(*(episode(service, 3) for _ in range(8)))
+
+    assert asyncio.run(run()) == [21] * 8
+    wait_until(lambda: service.stats()["free_slots"] == 6)
+    assert all(any(entry[0] == "decode" for entry in engine.log) for engine in engines)
+    service.publish(None, 4)
+    wait_until(lambda: service.version == 4)
+    assert not service._homes
+    engines[0].broken = RuntimeError("one of two")
+    first, second = (service.submit(request(100 + i, 30)) for i in range(2))
+    wait_until(lambda: service.error is not None)
+    for future in (first, second):  # whoever was not done yet fails with the error of the other
+      error = future.exception(5)
+      assert error is None or error is service.error
+
+
 def test_an_exception_reaches_every_caller_as_itself(engine, service):  # A12
   engine.gate.clear()
   broken = RuntimeError("device lost")
@@ -138,7 +159,7 @@ def test_a_cancelled_caller_gives_its_slot_back(engine, service):
 def test_stop_ends_running_turns(engine):
   service = SamplerService(Scheduler(engine)).start()
   engine.gate.clear()
-  future = service._submit(request(0, 50))
+  future = service.submit(request(0, 50))
   wait_until(lambda: service.stats()["decoding_turns"] == 1)
   threading.Timer(0.02, engine.gate.set).start()
   service.stop()
@@ -146,12 +167,13 @@ def test_stop_ends_running_turns(engine):
     future.result(5)
   with pytest.raises(ServiceStoppedError):
     service.generate_sync(request(1))
+  assert service.error is None  # it was asked for
   service.stop()  # twice is fine
 
 
 def test_publish_while_sampling(engine, service):  # A2
   engine.gate.clear()
-  future = service._submit(request(0, 12))
+  future = service.submit(request(0, 12))
   wait_until(lambda: service.stats()["decoding_turns"] == 1)
   service.publish(None, 7)
   engine.gate.set()
@@ -163,6 +185,6 @@ def test_publish_while_sampling(engine, service):  # A2
 def test_an_idle_service_sleeps(service):
   service.generate_sync(request(0), timeout=5)
   time.sleep(0.02)
-  before = service._scheduler._ticks
+  before = service._lanes[0].scheduler._ticks
   time.sleep(0.1)
-  assert service._scheduler._ticks - before <= 1
+  assert service._lanes[0].scheduler._ticks - before <= 1

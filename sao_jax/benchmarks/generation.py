@@ -24,7 +24,7 @@ from sao_jax.sampler.scheduler import Scheduler
 
 def sampler(scale: Scale) -> dict[str, Any]:
   """Sampled tokens per second with all slots busy, prefill and host work included, as a share of the GEMM limit."""
-  return {name: _sampler(scale, config) for name, config in scale.models().items()}
+  return {"dense": _sampler(scale, scale.dense), "moe": _sampler(scale, scale.moe)}
 
 
 def _sampler(scale: Scale, config: ModelConfig) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def batching(scale: Scale) -> dict[str, Any]:
   Both run on the same engine, which leaves finished slots out of its dispatches; so the ratio holds what refilling
   alone brings. `padded_tokens_per_second` counts, for the waves, every slot up to its wave's longest answer.
   """
-  return {name: _batching(scale, config) for name, config in scale.models().items()}
+  return {"dense": _batching(scale, scale.dense), "moe": _batching(scale, scale.moe)}
 
 
 def _batching(scale: Scale, config: ModelConfig) -> dict[str, Any]:
@@ -103,15 +103,13 @@ def make_requests(lengths: Sequence[tuple[int, int]], vocab_size: int) -> list[G
 
 
 def make_scheduler(config: ModelConfig, num_slots: int, context_length: int) -> Scheduler:
-  """A scheduler on an engine with random parameters, all its programs compiled."""
+  """A scheduler on an engine with random parameters."""
   longest = 2 ** (context_length - 1).bit_length()
   sampler_config = SamplerConfig(
     num_slots=num_slots, context_length=context_length, prefill_buckets=(longest // 16, longest // 8, longest // 4)
   )
   params = init_params(param_specs(config), jax.random.key(0))
-  engine = Engine(params, config, sampler_config, seed=0)
-  engine.warm_up(prefixes=False)
-  return Scheduler(engine)
+  return Scheduler(Engine(params, config, sampler_config, seed=0))
 
 
 def generate(scheduler: Scheduler, requests: Sequence[GenerateRequest]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -91,10 +91,13 @@ def train_step(scale: Scale) -> dict[str, Any]:
 
   With the critic's attention frozen, which is the default of a run, and with nothing frozen, as the peers are.
   """
-  return {name: _train_step(scale, name, config) for name, config in scale.models().items()}
+  return {
+    "dense": _train_step(scale, scale.dense, peers.DENSE_TRAINING),
+    "moe": _train_step(scale, scale.moe, peers.MOE_TRAINING),
+  }
 
 
-def _train_step(scale: Scale, name: str, config: ModelConfig) -> dict[str, Any]:
+def _train_step(scale: Scale, config: ModelConfig, theirs: Mapping[str, float]) -> dict[str, Any]:
   gemm, gemm_flops = make_gemm(scale.gemm_size)
   trainers = {
     "attention_frozen": Trainer(scale, config, freeze=True),
@@ -107,10 +110,10 @@ def _train_step(scale: Scale, name: str, config: ModelConfig) -> dict[str, Any]:
   for key, trainer in trainers.items():
     rate = tokens / statistics.median(seconds[key])
     share = tokens * trainer.flops_per_token / gemm_flops * median_ratio(seconds["gemm"], seconds[key])
-    over_peers = {f"over_{peer}": rate / theirs for peer, theirs in peers.TRAINING[name].items()}
+    over_peers = {f"over_{peer}": rate / peer_rate for peer, peer_rate in theirs.items()}
     result[key] = {"tokens_per_second": rate, "share_of_gemm": share} | over_peers
   return result | {
-    "peers_tokens_per_second": peers.TRAINING[name],
+    "peers_tokens_per_second": dict(theirs),
     "publish_share_of_step": median_ratio(seconds["publish"], seconds["attention_frozen"]),
     "gemm_flops_per_second": gemm_flops / statistics.median(seconds["gemm"]),
   }
@@ -118,11 +121,12 @@ def _train_step(scale: Scale, name: str, config: ModelConfig) -> dict[str, Any]:
 
 def experts(scale: Scale) -> dict[str, Any]:
   """The cost of more experts at fixed active work, relative to the fewest: of one layer, and of a whole train step."""
-  layers = {str(count): _layer(scale, scale.mixture_of_experts(count)) for count in scale.experts}
-  trainers = {str(count): Trainer(scale, scale.mixture_of_experts(count), freeze=True).step for count in scale.experts}
+  configs = {str(count): dataclasses.replace(scale.moe, num_experts=count) for count in scale.experts}
+  layers = {count: _layer(scale, config) for count, config in configs.items()}
+  steps = {count: Trainer(scale, config, freeze=True).step for count, config in configs.items()}
   return {
     "layer_forward_and_backward": _relative(interleave(layers, scale.rounds)),
-    "train_step": _relative(interleave(trainers, scale.rounds)),
+    "train_step": _relative(interleave(steps, scale.rounds)),
   }
 
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from sao_jax.config import ModelConfig
+from sao_jax.config import (
+  AlgorithmConfig,
+  ModelConfig,
+  OptimizerConfig,
+  RolloutConfig,
+  RunConfig,
+  SamplerConfig,
+  SFTConfig,
+  TrainingConfig,
+)
+from sao_jax.environments.calculator import Calculator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,9 +22,9 @@ class Scale:
   """Sizes of all suites.
 
   Attributes:
-    model: of the dense transformer; `mixture_of_experts` derives the others.
-    expert_width: width of an expert; every token passes two of them.
-    experts: numbers of experts to compare; `model_experts` of them elsewhere.
+    dense: the dense transformer that is compared with other frameworks.
+    moe: the same with experts.
+    experts: numbers of experts to compare in `moe`.
     slots: numbers of slots to compare, all busy with `prompt_length` + `answer_length` tokens.
     num_requests: with uneven answers, on the largest number of slots.
     prompt_lengths: shortest and longest prompt of those.
@@ -22,13 +32,12 @@ class Scale:
     rows, tokens: shape [B, T] of a train step's batch.
     gemm_size: of the square matrix product that is the limit.
     rounds: timed repetitions of everything.
-    imitation_steps, loop_steps: of the run whose compilations are counted.
+    run: whose compilations are counted.
   """
 
-  model: ModelConfig
-  expert_width: int
+  dense: ModelConfig
+  moe: ModelConfig
   experts: tuple[int, ...]
-  model_experts: int
   slots: tuple[int, ...]
   prompt_length: int
   answer_length: int
@@ -40,27 +49,44 @@ class Scale:
   tokens: int
   gemm_size: int
   rounds: int
-  imitation_steps: int
-  loop_steps: int
-
-  def mixture_of_experts(self, num_experts: int) -> ModelConfig:
-    """The same transformer with top-2 experts in place of every dense feed-forward."""
-    return dataclasses.replace(
-      self.model, num_experts=num_experts, num_experts_per_token=2, d_ff_expert=self.expert_width
-    )
-
-  def models(self) -> dict[str, ModelConfig]:
-    """The two models that are compared with other frameworks."""
-    return {"dense": self.model, "moe": self.mixture_of_experts(self.model_experts)}
+  run: RunConfig
 
 
+def calculator_run(imitation_steps: int, train_steps: int) -> RunConfig:
+  """Small calculators whose answers are of uneven lengths, because they have only begun to imitate."""
+  return RunConfig(
+    name="benchmark",
+    environment=Calculator(),
+    model=ModelConfig(num_experts=4),
+    algorithm=AlgorithmConfig(critic_warmup_steps=1),
+    policy_optimizer=OptimizerConfig(learning_rate=3e-4),
+    critic_optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0),
+    sampler=SamplerConfig(
+      num_slots=32, context_length=96, decode_steps=4, prefill_buckets=(8, 16, 96), prefill_batch=8
+    ),
+    rollout=RolloutConfig(
+      batch_size=32,
+      admission_staleness=1,
+      max_turns=6,
+      max_tokens=64,
+      max_tokens_per_turn=16,
+      row_lengths=(96,),
+      row_counts=(16, 24, 32),
+    ),
+    sft=SFTConfig(
+      steps=imitation_steps,
+      batch_size=32,
+      optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.0, warmup_steps=20),
+    ),
+    training=TrainingConfig(steps=train_steps - 1, checkpoint_every=2, audit=False),
+  )
+
+
+_DENSE = ModelConfig(vocab_size=512, num_layers=4, d_model=128, num_heads=4, num_kv_heads=2, head_dim=32, d_ff=384)
 FULL = Scale(
-  model=ModelConfig(
-    vocab_size=512, num_layers=4, d_model=128, num_heads=4, num_kv_heads=2, head_dim=32, d_ff=384, qk_norm=True
-  ),
-  expert_width=128,
+  dense=_DENSE,
+  moe=dataclasses.replace(_DENSE, num_experts=8, num_experts_per_token=2, d_ff_expert=128),
   experts=(4, 8, 16, 32),
-  model_experts=8,
   slots=(1, 8, 32, 64),
   prompt_length=32,
   answer_length=96,
@@ -72,15 +98,14 @@ FULL = Scale(
   tokens=128,
   gemm_size=2048,
   rounds=5,
-  imitation_steps=150,
-  loop_steps=16,
+  run=calculator_run(imitation_steps=150, train_steps=20),
 )
 
+_TINY = ModelConfig(vocab_size=32, num_layers=1, d_model=16, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32)
 QUICK = Scale(
-  model=ModelConfig(vocab_size=32, num_layers=1, d_model=16, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32),
-  expert_width=16,
+  dense=_TINY,
+  moe=dataclasses.replace(_TINY, num_experts=2, num_experts_per_token=2, d_ff_expert=16),
   experts=(2, 4),
-  model_experts=2,
   slots=(1, 4),
   prompt_length=6,
   answer_length=6,
@@ -92,6 +117,5 @@ QUICK = Scale(
   tokens=16,
   gemm_size=128,
   rounds=2,
-  imitation_steps=2,
-  loop_steps=6,
+  run=calculator_run(imitation_steps=2, train_steps=6),
 )

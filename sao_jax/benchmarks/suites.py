@@ -1,12 +1,12 @@
-"""All measurements by name."""
+"""All measurements by name, and how their results are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from absl import logging
 
 from sao_jax.benchmarks.generation import batching, sampler
 from sao_jax.benchmarks.learning import experts, train_step
@@ -22,20 +22,20 @@ SUITES: dict[str, Callable[[Scale], dict[str, Any]]] = {
 }
 
 
-def run(names: Sequence[str], scale: Scale) -> dict[str, Any]:
-  """The results of the named suites, JSON-able, after a description of the machine."""
+def machine() -> dict[str, Any]:
+  """Where the figures come from; all of them but those of the loop use the first device alone."""
   device = jax.local_devices()[0]
-  results: dict[str, Any] = {
-    "machine": {"platform": device.platform, "device": device.device_kind, "jax": jax.__version__}
+  return {
+    "platform": device.platform,
+    "device": device.device_kind,
+    "local_devices": jax.local_device_count(),
+    "cpus": os.cpu_count(),
+    "jax": jax.__version__,
   }
-  for name in names:
-    logging.info("Measuring: %s.", name)
-    results[name] = SUITES[name](scale)
-  return results
 
 
 def flatten(results: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-  """{"sampler": {"dense": 1}} -> {"sampler/dense": 1}, for a table."""
+  """{"dense": {"rate": 1}} -> {"dense/rate": 1}, for a table."""
   flat: dict[str, Any] = {}
   for key, value in results.items():
     flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -61,7 +59,6 @@ def token_logprobs(
     x = jnp.pad(x, ((0, 0), (0, num_blocks * width - length)) + ((0, 0),) * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(rows, num_blocks, width, *x.shape[2:]), 1, 0)
 
-  @functools.partial(jax.checkpoint, prevent_cse=False)
   def block_logprobs(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     states, ids = block
     logits = head_logits(params, config, states) / temperature
@@ -73,6 +70,8 @@ def token_logprobs(
     chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
     return chosen - log_total, log_total - jnp.sum(exps * logits, axis=-1) / total
 
+  if num_blocks > 1:  # with one block the logits may as well be kept for the backward pass
+    block_logprobs = jax.checkpoint(block_logprobs, prevent_cse=False)
   outputs = jax.lax.map(block_logprobs, (blocks(hidden), blocks(targets)))
   valid = has_prefix(jnp.ones_like(token_ids) if segment_ids is None else segment_ids)
 

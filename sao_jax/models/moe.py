@@ -48,8 +48,7 @@ def expert_feed_forward(
   num_active, num_experts = experts.shape[1], params["gate"].shape[0]
   params = {name: params[name].astype(x.dtype) for name in EXPERT_WEIGHTS}
   ids = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
-  order = jnp.argsort(ids, stable=True)
-  inverse = jnp.argsort(order)
+  order, inverse = sort_by_expert(ids, num_experts + 1)
   group_sizes = jnp.sum(ids[:, None] == jnp.arange(num_experts, dtype=ids.dtype), axis=0, dtype=jnp.int32)
   rows = permute(jnp.repeat(x, num_active, axis=0), order, inverse)
   if implementation == "blocked":
@@ -59,6 +58,19 @@ def expert_feed_forward(
     out = matmul(jax.nn.silu(matmul(rows, params["gate"])) * matmul(rows, params["up"]), params["down"])
   out = permute(out, inverse, order).reshape(*experts.shape, -1)
   return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)
+
+
+def sort_by_expert(ids: Int[Array, " M"], num_ids: int) -> tuple[Int[Array, " M"], Int[Array, " M"]]:
+  """The stable permutation that sorts `ids` (each below `num_ids`), and its inverse.
+
+  Sorts distinct keys (id, index) in one int32, which a CPU does several times faster than a stable argsort.
+  """
+  num_pairs = ids.shape[0]
+  if num_ids * num_pairs >= 2**31:
+    raise ValueError(f"{num_pairs} (token, expert) pairs of {num_ids} experts on one device: use smaller micro-batches")
+  index = jnp.arange(num_pairs, dtype=jnp.int32)
+  order = jnp.sort(ids.astype(jnp.int32) * num_pairs + index) % num_pairs
+  return order, jnp.zeros_like(order).at[order].set(index, unique_indices=True)
 
 
 @jax.custom_vjp

@@ -212,7 +212,7 @@ class Scheduler:
     return True
 
   def _start_dispatches(self) -> None:
-    """One dispatch for every `decode_batch` running turns, those of like length together: they attend over one window."""
+    """One dispatch for every `decode_batch` running turns, those of like length together: they share a window."""
     self._decoding.sort(key=lambda session: session.written)
     for first in range(0, len(self._decoding), self._engine.decode_batch):
       self._start_dispatch(self._decoding[first : first + self._engine.decode_batch])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -52,7 +53,9 @@ def run_episodes(
     The trajectories in the order of the prompts, and the failures of environments that outlasted
     `rollout.environment_retries`: those prompts have no outcome, which is not the same as reward 0.
   """
-  return asyncio.run(_run_all(config, service, list(prompts), temperature, first_rollout_id))
+  everything = _run_all(config, service, list(prompts), temperature, first_rollout_id)
+  with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a notebook's own thread runs an event loop already
+    return thread.submit(asyncio.run, everything).result()
 
 
 async def _run_all(

@@ -25,11 +25,11 @@ def get_config() -> RunConfig:
     model=ModelConfig(
       num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=4, d_ff_expert=64
     ),
-    algorithm=AlgorithmConfig(epsilon_low=0.3, epsilon_high=5.0),
+    algorithm=AlgorithmConfig(whiten_advantages=False),  # the critic is pretrained
     policy_optimizer=OptimizerConfig(learning_rate=3e-4),
     critic_optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0, warmup_steps=10),
     sampler=SamplerConfig(
-      num_slots=64, context_length=96, decode_steps=4, prefill_buckets=(8, 16, 96), prefill_batch=16
+      num_slots=64, context_length=96, decode_steps=4, prefill_buckets=(16,), prefill_batch=4, window_buckets=(96,)
     ),
     rollout=RolloutConfig(
       batch_size=64,
@@ -39,7 +39,7 @@ def get_config() -> RunConfig:
       max_tokens=64,
       max_tokens_per_turn=16,
       row_lengths=(96,),
-      row_counts=(32, 48, 64),
+      row_counts=(40,),
     ),
     sft=SFTConfig(
       steps=800, batch_size=64, optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.0, warmup_steps=50)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import rich.console
 import rich.table
-from absl import app, flags
+from absl import app, flags, logging
 
 from sao_jax.benchmarks.scale import FULL, QUICK
 from sao_jax.benchmarks.suites import SUITES, flatten, machine
@@ -32,11 +32,12 @@ def main(argv: Sequence[str]) -> None:
   """Runs the suites and prints what they found."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected {argv[1]!r}; flags begin with --, as in --suite={next(iter(SUITES))}")
+  logging.set_verbosity(logging.WARNING)
   console = rich.console.Console(stderr=True)
   results = {"machine": machine()}
   for name in _SUITE.value:
-    with console.status(f"measuring: {name}"):
-      results[name] = SUITES[name](QUICK if _QUICK.value else FULL)
+    console.print(f"measuring {name} ...")
+    results[name] = SUITES[name](QUICK if _QUICK.value else FULL)
     table = rich.table.Table(name, "")
     for key, value in flatten(results[name]).items():
       table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))

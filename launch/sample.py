@@ -13,6 +13,7 @@ from absl import flags
 
 from launch import _flags
 from sao_jax.config import RunConfig
+from sao_jax.errors import ConfigError
 from sao_jax.training import episodes, phases, sampling, setup
 
 _PHASE = flags.DEFINE_enum("phase", "", ["", "sft", "train"], "Whose policy; by default the newest.")
@@ -29,12 +30,16 @@ def main(config: RunConfig, workdir: str) -> None:
   learner = setup.make_learner(config)
   params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
   tokenizer = config.environment.tokenizer()
-  prompt = config.environment.prompts(tokenizer, "heldout", config.evaluation.seed)[_PROMPT.value]
+  prompts = config.environment.prompts(tokenizer, "heldout", config.evaluation.seed)
+  if _PROMPT.value >= len(prompts):
+    raise ConfigError("--prompt", f"there is no held-out prompt {_PROMPT.value}", f"use 0 to {len(prompts) - 1}")
   params = setup.make_publisher(learner)(params)
   with sampling.make_service(config, params, seed=config.training.seed, version=version) as service:
-    trajectories, failures = episodes.run_episodes(config, service, [prompt], temperature=_TEMPERATURE.value)
+    trajectories, failures = episodes.run_episodes(
+      config, service, [prompts[_PROMPT.value]], temperature=_TEMPERATURE.value
+    )
   if failures:
-    raise failures[0]
+    raise ConfigError("environment", f"the episode has no outcome: {failures[0]}", "mend the environment, or try again")
   (trajectory,) = trajectories
   console = rich.console.Console()
   console.print(f"{phase}, policy version {version}, held-out prompt {_PROMPT.value}")

@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "sao_jax"
 # From the top down: a room imports from itself and from the rooms above it.
 ROOMS = (
   *("errors", "config", "episode_types", "types", "parallel", "models", "algorithm", "sampler"),
-  *("environments", "rewards", "data", "rollout", "training", "launch"),
+  *("environments", "rewards", "data", "rollout", "training", "benchmarks", "launch"),
 )
 # Rooms that sit side by side and may use each other.
 PEERS = ({"errors", "config", "episode_types", "types"}, {"environments", "rewards", "data"})

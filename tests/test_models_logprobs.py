@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beartype import beartype
+from jaxtyping import jaxtyped
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.logprobs import has_prefix, token_logprobs
@@ -27,7 +29,8 @@ def from_logits(logits, ids, segments=None, **options):
   params = {"head": jnp.eye(vocab, dtype=jnp.float32)}
   ids = jnp.asarray(ids, jnp.int32)
   segments = None if segments is None else jnp.asarray(segments, jnp.int32)
-  return token_logprobs(params, config, jnp.asarray(logits, jnp.float32), ids, segments, **options)
+  checked = jaxtyped(typechecker=beartype)(token_logprobs)
+  return checked(params, config, jnp.asarray(logits, jnp.float32), ids, segments, **options)
 
 
 def test_alignment():

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beartype import beartype
+from jaxtyping import jaxtyped
 
 from sao_jax.errors import ConfigError
 from sao_jax.models.grouped_map import grouped_map
@@ -112,7 +114,7 @@ def test_permute_is_its_own_kind_of_gather():
 
 def test_ties_go_to_the_lower_expert():
   x, router = jnp.ones((3, 2), jnp.float32), jnp.zeros((2, 5), jnp.float32)
-  weights, experts = route(x, router, 2, True)
+  weights, experts = jaxtyped(typechecker=beartype)(route)(x, router, 2, True)
   assert experts.tolist() == [[0, 1]] * 3
   np.testing.assert_allclose(weights, np.full((3, 2), 0.5))
   raw, _ = route(x, router, 2, False)

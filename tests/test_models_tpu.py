@@ -1,4 +1,4 @@
-"""The MoE layer with the megablox kernel compiles for a real TPU topology, without a TPU."""
+"""The gradient of a sharded MoE policy, megablox kernels included, compiles for a TPU topology, without a TPU."""
 
 from __future__ import annotations
 
@@ -14,36 +14,41 @@ PROGRAM = """
 import json
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 from sao_jax.config import ModelConfig
-from sao_jax.models.moe import moe_feed_forward
+from sao_jax.models.policy import make_policy_apply
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.mesh import AXES
 from sao_jax.parallel.params import abstract_params, param_shardings
 from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.types import TrajectoryBatch
 
 topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
 devices = np.array(topology.devices).reshape(1, 4, 2, 2, 1)
 mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 5)
-config = ModelConfig(d_model=256, num_experts=8, d_ff_expert=512, dtype="bfloat16", param_dtype="bfloat16")
-specs = param_specs(config)["moe_layers"]["moe"]
-one_layer = lambda leaf, sharding: jax.ShapeDtypeStruct(
-  leaf.shape[1:], leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*sharding.spec[1:])))
-params = jax.tree.map(one_layer, abstract_params(specs), param_shardings(specs, mesh))
-tokens = NamedSharding(mesh, DEFAULT_RULES.spec("batch", "sequence", None))
-x = jax.ShapeDtypeStruct((16, 128, 256), jnp.bfloat16, sharding=tokens)
+config = ModelConfig(
+  vocab_size=512, num_layers=1, d_model=256, head_dim=64, num_experts=8, d_ff_expert=512, d_ff_shared=256,
+  dtype="bfloat16", param_dtype="bfloat16", remat="dots")
+specs = param_specs(config)
+place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+params = jax.tree.map(place, abstract_params(specs), param_shardings(specs, mesh))
+rows = NamedSharding(mesh, DEFAULT_RULES.spec("batch", "sequence"))
+field = lambda dtype: jax.ShapeDtypeStruct((16, 128), dtype, sharding=rows)
+ids, number, flag = field(jnp.int32), field(jnp.float32), field(jnp.bool_)
+batch = TrajectoryBatch(ids, ids, ids, flag, number, ids, number, flag)
+policy_apply = make_policy_apply(config, mesh=mesh)
 
-def loss(params, x):
-  return jnp.sum(moe_feed_forward(params, x, config, mesh, DEFAULT_RULES).astype(jnp.float32))
+def loss(params, batch):
+  return jnp.sum(policy_apply(params, batch)[0])
 
-compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile()
+compiled = jax.jit(jax.grad(loss)).lower(params, batch).compile()
 kernels = compiled.as_text().count("tpu_custom_call")
 print(json.dumps({"kernels": kernels, "bytes": compiled.memory_analysis().temp_size_in_bytes}))
 """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `aot`) is not installed")
-def test_moe_layer_compiles_for_a_tpu_topology():
+def test_moe_policy_compiles_for_a_tpu_topology():
   # In a process of its own: libtpu must not be loaded by the tests' CPU runtime, and it locks itself.
   environment = os.environ | {
     "JAX_PLATFORMS": "cpu",

@@ -12,6 +12,7 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 
 from sao_jax.config import ModelConfig
+from sao_jax.errors import ConfigError
 from sao_jax.models import attention, norms, rope
 from sao_jax.models.attention import grouped_attention, packed_attend, packed_causal_mask, rowwise_attention
 from sao_jax.models.transformer import head_logits, param_specs, trunk
@@ -154,6 +155,11 @@ def test_remat_changes_nothing(remat):
   grad = jax.jit(jax.grad(loss), static_argnums=1)
   expected, got = grad(params, MOE), grad(params, dataclasses.replace(MOE, remat=remat))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
+
+
+def test_unknown_remat_is_refused():
+  with pytest.raises(ConfigError, match="model.remat"):
+    logits_of(random_params(SMALL), dataclasses.replace(SMALL, remat="some"), IDS, POSITIONS, SEGMENTS)
 
 
 def test_carry_and_layer_index_reach_attend():

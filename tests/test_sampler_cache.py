@@ -14,12 +14,12 @@ from sao_jax.sampler.cache import KVCache, empty_cache, read_window, write_rows
 
 MODEL = ModelConfig(num_layers=2, num_kv_heads=2, head_dim=4)
 SLOTS, LENGTH, ROWS, WIDTH = 3, 7, 2, 4
-write = jax.jit(write_rows, static_argnames="offset")
+write = jax.jit(write_rows)
 
 
 def numbered(rows, length, first):
   """A cache in which every number is different; k and v hold the same ones."""
-  k = first + np.arange(2 * rows * 2 * 4 * length, dtype=np.float32).reshape(2, rows, 2, 4, length)
+  k = first + np.arange(rows * 2 * 2 * 4 * length, dtype=np.float32).reshape(rows, 2, 2, 4, length)
   return KVCache(k=jnp.asarray(k), v=jnp.asarray(np.swapaxes(k, 3, 4)))
 
 
@@ -28,13 +28,13 @@ def test_write_changes_exactly_the_positions_asked(slots, data):
   counts = [data.draw(st.integers(0, WIDTH)) for _ in range(ROWS)]
   starts = [data.draw(st.integers(0, LENGTH - count)) for count in counts]
   slots = [slot if count else data.draw(st.sampled_from([slot, SLOTS])) for slot, count in zip(slots, counts)]
-  old, new = numbered(SLOTS, LENGTH, 0.0), numbered(ROWS, 2 + WIDTH, 1e4)
+  old, new = numbered(SLOTS, LENGTH, 0.0), numbered(ROWS, WIDTH, 1e4)
   array = lambda x: jnp.asarray(x, jnp.int32)
-  result = write(old, new, 2, array(slots), array(starts), array(counts))
+  result = write(old, new, array(slots), array(starts), array(counts))
   expected = np.array(old.k)
   for row, (slot, start, count) in enumerate(zip(slots, starts, counts, strict=True)):
     if count:
-      expected[:, slot, ..., start : start + count] = np.asarray(new.k)[:, row, ..., 2 : 2 + count]
+      expected[slot, ..., start : start + count] = np.asarray(new.k)[row, ..., :count]
   np.testing.assert_array_equal(result.k, expected)
   np.testing.assert_array_equal(result.v, np.swapaxes(expected, 3, 4))
 
@@ -42,7 +42,7 @@ def test_write_changes_exactly_the_positions_asked(slots, data):
 def test_new_block_wider_than_the_cache():
   old, new = numbered(1, 3, 0.0), numbered(1, 5, 1e4)
   one = lambda x: jnp.asarray([x], jnp.int32)
-  result = write_rows(old, new, 0, one(0), one(1), one(2))
+  result = write_rows(old, new, one(0), one(1), one(2))
   np.testing.assert_array_equal(result.k[..., 0], old.k[..., 0])
   np.testing.assert_array_equal(result.k[..., 1:], new.k[..., :2])
 
@@ -52,16 +52,15 @@ def test_cast_on_write(dtype):  # L11
   cache = empty_cache(MODEL, SLOTS, LENGTH, dtype)
   new = numbered(ROWS, WIDTH, 0.123)
   array = lambda *x: jnp.asarray(x, jnp.int32)
-  result = write(cache, new, 0, array(1, 2), array(0, 3), array(4, 4))
+  result = write(cache, new, array(1, 2), array(0, 3), array(4, 4))
   assert result.k.dtype == result.v.dtype == jnp.dtype(dtype)
-  np.testing.assert_array_equal(result.k[:, 1, ..., :4], new.k[:, 0].astype(dtype))
+  np.testing.assert_array_equal(result.k[1, ..., :4], new.k[0].astype(dtype))
 
 
 def test_window():
   cache = numbered(SLOTS, LENGTH, 0.0)
-  everything = read_window(cache, None, 5, extra=1)
-  np.testing.assert_array_equal(everything.k[..., :5], cache.k[..., :5])
-  some = read_window(cache, jnp.asarray([2, 0, SLOTS], jnp.int32), 5, extra=4)
-  np.testing.assert_array_equal(some.v[:, :2, :, :5], cache.v[:, jnp.asarray([2, 0]), :, :5])
-  assert some.k.shape == (2, 3, 2, 4, 9) and some.v.shape == (2, 3, 2, 9, 4)
-  assert read_window(cache, None, 0, extra=3).k.shape == (2, SLOTS, 2, 4, 3)
+  everything = read_window(cache, None, 5)
+  np.testing.assert_array_equal(everything.k, cache.k[..., :5])
+  some = read_window(cache, jnp.asarray([2, 0, SLOTS], jnp.int32), 5)
+  np.testing.assert_array_equal(some.v[:2], cache.v[jnp.asarray([2, 0]), :, :, :5])
+  assert read_window(cache, None, 0).k.shape == (SLOTS, 2, 2, 4, 0)

@@ -20,6 +20,7 @@ from sao_jax.sampler.scheduler import Scheduler
 
 MODEL = ModelConfig(
   vocab_size=64,
+  num_layers=1,
   d_model=32,
   num_heads=4,
   num_kv_heads=2,
@@ -51,7 +52,7 @@ def test_mesh_equals_one_device():
   sharded = jax.device_put(params, param_shardings(param_specs(MODEL), mesh))
   engine = Engine(sharded, MODEL, CONFIG, seed=0, mesh=mesh)
   cache = engine._state.cache.k
-  assert cache.sharding.shard_shape(cache.shape) == (2, 2, 1, 8, 32)  # slots over data and expert, kv heads over tensor
+  assert cache.sharding.shard_shape(cache.shape) == (2, 1, 1, 8, 32)  # slots over data and expert, kv heads over tensor
   for one, other in zip(expected, sample(engine), strict=True):
     np.testing.assert_array_equal(one.token_ids, other.token_ids)
     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)

@@ -86,7 +86,7 @@ def test_metrics_tell_what_happened(finished):
 
 def test_the_run_can_be_reported(finished):
   _, workdir, _ = finished
-  assert len(read_episodes(workdir)) == 2
+  assert len(read_episodes(workdir)) >= 3
   page, *pictures = write_report(workdir)
   assert len(pictures) == 8 and all(picture.stat().st_size > 5000 for picture in pictures)
   assert "observation" in page.read_text()
@@ -127,7 +127,7 @@ def synchronous(config, workdir, steps):
   state = phases.initial_state(config, learner, workdir, phase)
   publish = setup.make_publisher(learner)
   source = config.environment.prompts(config.environment.tokenizer(), "train", config.training.seed)
-  prompts = make_prompt_iterator(source, seed=config.training.seed)
+  prompts = make_prompt_iterator(source, seed=phases.prompt_seed(config, phase.name))
   batch_size = config.rollout.batch_size
   train_steps = {
     update_policy: make_train_step(
@@ -141,7 +141,9 @@ def synchronous(config, workdir, steps):
     )
     for update_policy in (False, True)
   }
-  with sampling.make_service(config, publish(state.policy.params), seed=config.training.seed) as service:
+  with sampling.make_service(
+    config, publish(state.policy.params), seed=phases.sampler_seed(config, phase.name)
+  ) as service:
     for step in range(steps):
       batch_prompts = [next(prompts) for _ in range(batch_size)]
       trajectories, _ = episodes.run_episodes(

@@ -132,7 +132,7 @@ def test_without_tensorboard_the_log_says_so_and_the_file_is_written(tmp_path, m
   with MetricsWriter(tmp_path) as writer:
     writer.write(1, {"loss": 0.25})
   assert steps(tmp_path) == [1] and not (tmp_path / "tensorboard").exists()
-  assert len(said) == 1 and "pip install 'sao_jax[report]'" in said[0]
+  assert len(said) == 1 and "pip install -e '.[report]'" in said[0]
 
 
 def test_metrics_are_fetched_one_step_late(monkeypatch):

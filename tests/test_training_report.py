@@ -165,7 +165,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, package, module):
   monkeypatch.setitem(sys.modules, module, None)
   with pytest.raises(ConfigError, match=f"{package} is not installed") as error:
     write_report(tmp_path)
-  assert "pip install 'sao_jax[report]'" in error.value.remedy
+  assert "pip install -e '.[report]'" in error.value.remedy
 
 
 def test_smoothing():

@@ -53,7 +53,10 @@ class Scale:
 
 
 def calculator_run(imitation_steps: int, train_steps: int) -> RunConfig:
-  """Small calculators whose answers are of uneven lengths, because they have only begun to imitate."""
+  """Small calculators whose answers are of uneven lengths, because they have only begun to imitate.
+
+  A batch fills now less and now more than 16 rows, so that the buckets of the packed rows are put to the test too.
+  """
   return RunConfig(
     name="benchmark",
     environment=Calculator(),
@@ -65,13 +68,13 @@ def calculator_run(imitation_steps: int, train_steps: int) -> RunConfig:
       num_slots=32, context_length=96, decode_steps=4, prefill_buckets=(8, 16, 96), prefill_batch=8
     ),
     rollout=RolloutConfig(
-      batch_size=32,
+      batch_size=40,
       admission_staleness=1,
       max_turns=6,
       max_tokens=64,
       max_tokens_per_turn=16,
       row_lengths=(96,),
-      row_counts=(16, 24, 32),
+      row_counts=(16, 24, 40),
     ),
     sft=SFTConfig(
       steps=imitation_steps,
@@ -107,10 +110,10 @@ QUICK = Scale(
   moe=dataclasses.replace(_TINY, num_experts=2, num_experts_per_token=2, d_ff_expert=16),
   experts=(2, 4),
   slots=(1, 4),
-  prompt_length=6,
-  answer_length=6,
+  prompt_length=5,
+  answer_length=8,
   num_requests=8,
-  prompt_lengths=(4, 8),
+  prompt_lengths=(4, 5),
   answer_minimum=2,
   answer_maximum=8,
   rows=4,

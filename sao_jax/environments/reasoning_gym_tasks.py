@@ -62,7 +62,7 @@ def create_dataset(task: str, task_config: Mapping[str, Any], *, seed: int, size
     from reasoning_gym.factory import DATASETS
   except ImportError as error:
     raise ConfigError(
-      "environment", f"The package reasoning-gym is not installed ({error}).", "Run: pip install 'sao_jax[envs]'"
+      "environment", f"The package reasoning-gym is not installed ({error}).", "Run: pip install -e '.[envs]'"
     ) from error
   if task not in DATASETS:
     raise ConfigError("environment.task", f"reasoning-gym has no task {task!r}.", nearest(task, DATASETS))

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
+
 
 def packed_causal_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
   """mask[b, t, s]: may token t of row b read token s? Same segment, and s not after t in the row.
@@ -43,8 +45,8 @@ def rowwise_attention(
 ) -> Float[Array, "B T H h"]:
   """`grouped_attention` one row and kv head at a time, scores computed again in the backward pass.
 
-  For one CPU: the scores of a row stay in its cache, and every product is a plain 2-D one. On other devices, or with
-  rows sharded over several, a loop over rows would leave most of the hardware idle.
+  For CPUs: the scores of a row stay in the cache, and every product is a plain 2-D one. On an accelerator a loop over
+  rows would leave most of the hardware idle.
   """
   group = q.shape[2] // k.shape[2]
 
@@ -63,11 +65,18 @@ def rowwise_attention(
   return jax.lax.map(jax.checkpoint(row, prevent_cse=False), (q, k, v, mask))
 
 
-def packed_attend(segment_ids: Int[Array, "B T"], mesh: Mesh | None = None) -> Callable:
+def packed_attend(
+  segment_ids: Int[Array, "B T"], mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
+) -> Callable[..., tuple[jax.Array, Any]]:
   """The `attend` argument of `transformer.trunk` for packed rows: causal within segments, carry untouched."""
   mask = packed_causal_mask(segment_ids)
-  one_cpu = (mesh is None or mesh.size == 1) and jax.default_backend() == "cpu"
-  attention = rowwise_attention if one_cpu else grouped_attention
+  attention = grouped_attention
+  if mesh is None or mesh.size == 1:
+    attention = rowwise_attention if jax.default_backend() == "cpu" else grouped_attention
+  elif mesh.devices.flat[0].platform == "cpu" and mesh.shape["context"] == 1:
+    q, kv = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "kv_heads", None)
+    in_specs = (q, kv, kv, rules.spec("batch", None, None))
+    attention = jax.shard_map(rowwise_attention, mesh=mesh, in_specs=in_specs, out_specs=q, check_vma=False)
 
   def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_index: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
     del layer_index

@@ -10,16 +10,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def linear(x: Float[Array, "*batch D"], weight: Float[Array, "D ..."]) -> Array:
+def linear(
+  x: Float[Array, "*batch D"], weight: Float[Array, "D ..."], *, dtype: Any = None, precision: Any = None
+) -> Array:
   """x · weight over the last axis of `x` and the first of `weight`, which is cast to the dtype of `x`.
+
+  `dtype` is that of the sums and the result (None: of `x`), `precision` as in `jax.lax.dot`.
 
   On a CPU the product is a plain 2-D one: the weight gradient of a rank-3 product is several times slower there.
   Elsewhere axes stay apart, so that each keeps its sharding.
   """
   weight = weight.astype(x.dtype)
   if jax.default_backend() != "cpu":
-    return jnp.tensordot(x, weight, axes=1)
-  out = jnp.dot(x.reshape(-1, x.shape[-1]), weight.reshape(weight.shape[0], math.prod(weight.shape[1:])))
+    return jnp.tensordot(x, weight, axes=1, precision=precision, preferred_element_type=dtype)
+  x_2d, weight_2d = x.reshape(-1, x.shape[-1]), weight.reshape(weight.shape[0], math.prod(weight.shape[1:]))
+  out = jnp.dot(x_2d, weight_2d, precision=precision, preferred_element_type=dtype)
   return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 

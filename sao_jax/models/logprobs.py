@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -43,13 +45,13 @@ def token_logprobs(
     token_ids: the tokens.
     segment_ids: segments of packed rows; None: every row is one sequence.
     temperature: logits are divided by it, as in the sampler.
-    chunk: about how many tokens of one data shard have their logits [chunk, V] in memory at a time, also in the
-      backward pass, which computes them again.
+    chunk: about how many tokens of one data shard (at least one of every row) have their logits [chunk, V] in memory
+      at a time, also in the backward pass, which computes them again.
     mesh: the mesh, None for one device.
     rules: logical axes to mesh axes.
   """
   rows, length = token_ids.shape
-  shards = 1 if mesh is None else mesh.size // (mesh.shape["tensor"] * mesh.shape["context"])
+  shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch"))
   num_blocks = -(-rows * length // (chunk * shards))
   width = -(-length // num_blocks)
   num_blocks = -(-length // width)

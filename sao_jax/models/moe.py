@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from sao_jax.config import ModelConfig
 from sao_jax.models.grouped_map import grouped_map
 from sao_jax.models.grouped_matmul import choose_implementation, grouped_matmul
-from sao_jax.models.linear import feed_forward
+from sao_jax.models.linear import feed_forward, linear
 from sao_jax.parallel.rules import AxisRules
 
 EXPERT_WEIGHTS = ("gate", "up", "down")
@@ -26,7 +26,7 @@ def route(
 
   Softmax over all experts in fp32; of equal probabilities the lower expert id wins, in the sampler as in the learner.
   """
-  logits = jnp.dot(x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+  logits = linear(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
   weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), num_active)
   if renormalize:
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)

@@ -21,7 +21,7 @@ def packed_trunk(
   params: Params, config: ModelConfig, batch: TrajectoryBatch, mesh: Mesh | None, rules: AxisRules
 ) -> jax.Array:
   """Hidden states [B, T, D] of packed rows; no segment reads another."""
-  attend = packed_attend(batch.segment_ids, mesh)
+  attend = packed_attend(batch.segment_ids, mesh, rules)
   return trunk(params, config, batch.token_ids, batch.positions, attend=attend, mesh=mesh, rules=rules)[0]
 
 

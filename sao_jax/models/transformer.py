@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
+from sao_jax.errors import ConfigError
 from sao_jax.models.linear import feed_forward, linear
 from sao_jax.models.moe import moe_feed_forward
 from sao_jax.models.norms import rms_norm
@@ -19,7 +20,7 @@ from sao_jax.models.rope import apply_rope, rope_table
 from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
 from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules, constrain
 
-UNROLLED_LAYERS = 4  # a stack this shallow becomes straight code, which saves copies of stacked activations
+UNROLLED_LAYERS = 4  # without remat a stack this shallow becomes straight code: no copies of stacked activations
 
 # attend(q [B,T,H,h], k [B,T,K,h], v [B,T,K,h], layer_index, carry) -> (out [B,T,H,h], carry)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
@@ -32,7 +33,7 @@ def param_specs(config: ModelConfig) -> Specs:
   """
   spec = functools.partial(ParamSpec, dtype=config.param_dtype, stddev=config.initializer_range)
   dim, heads, kv_heads, head_dim = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
-  norm = spec((dim,), (None,), "ones")
+  norm = spec((dim,), (None,), "ones", compute_dtype="float32")
   attention = {
     "q": spec((dim, heads, head_dim), ("embed", "heads", None)),
     "k": spec((dim, kv_heads, head_dim), ("embed", "kv_heads", None)),
@@ -40,7 +41,7 @@ def param_specs(config: ModelConfig) -> Specs:
     "o": spec((heads, head_dim, dim), ("heads", None, "embed")),
   }
   if config.qk_norm:
-    attention |= {name: spec((head_dim,), (None,), "ones") for name in ("q_norm", "k_norm")}
+    attention |= {name: spec((head_dim,), (None,), "ones", compute_dtype="float32") for name in ("q_norm", "k_norm")}
 
   def gated(width: int) -> Specs:
     inward, outward = spec((dim, width), ("embed", "mlp")), spec((width, dim), ("mlp", "embed"))
@@ -54,7 +55,7 @@ def param_specs(config: ModelConfig) -> Specs:
   if num_dense < config.num_layers:
     experts, width = config.num_experts, config.d_ff_expert
     moe = {
-      "router": spec((dim, experts), ("embed", None)),
+      "router": spec((dim, experts), ("embed", None), compute_dtype="float32"),
       "gate": spec((experts, dim, width), ("expert", "embed", "mlp")),
       "up": spec((experts, dim, width), ("expert", "embed", "mlp")),
       "down": spec((experts, width, dim), ("expert", "mlp", "embed")),
@@ -68,7 +69,13 @@ def param_specs(config: ModelConfig) -> Specs:
 
 
 def attention(
-  params: Params, x: Float[Array, "B T D"], table, config: ModelConfig, attend: Attend, layer_index, carry
+  params: Params,
+  x: Float[Array, "B T D"],
+  table: tuple[jax.Array, jax.Array],
+  config: ModelConfig,
+  attend: Attend,
+  layer_index: jax.Array,
+  carry: Any,
 ) -> tuple[Float[Array, "B T D"], Any]:
   """Projections, optional q/k norm, rotary embedding, and whatever `attend` does with q, k and v."""
   q, k, v = (linear(x, params[name]) for name in ("q", "k", "v"))
@@ -110,7 +117,7 @@ def trunk(
   place = functools.partial(constrain, mesh=mesh, rules=rules)
   x = place(params["embed"][token_ids].astype(config.dtype), "batch", "sequence", None)
 
-  def layer(state, inputs):
+  def layer(state: tuple[jax.Array, Any], inputs: tuple[Params, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
     x, carry = state
     params, layer_index = inputs
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
@@ -129,24 +136,30 @@ def trunk(
     if name in params:
       count = params[name]["mlp_norm"].shape[0]
       layer_indices = jnp.arange(first_layer, first_layer + count, dtype=jnp.int32)
-      unroll = count if count <= UNROLLED_LAYERS else 1
-      (x, carry), _ = jax.lax.scan(step, (x, carry), (params[name], layer_indices), unroll=unroll)
+      shallow = count <= UNROLLED_LAYERS and config.remat == "none"
+      (x, carry), _ = jax.lax.scan(step, (x, carry), (params[name], layer_indices), unroll=shallow)
       first_layer += count
   return rms_norm(x, params["final_norm"], config.rms_norm_eps), carry
 
 
 def rematerialize(layer: Callable, remat: str) -> Callable:
-  """`layer` with the remat policy: none keeps all activations, dots keeps matmul results, full keeps inputs only."""
+  """`layer` with the remat policy: none keeps all activations, dots keeps matmul results, full keeps inputs only.
+
+  Raises:
+    ConfigError: another policy.
+  """
   if remat == "none":
     return layer
   policies = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   }
+  if remat not in policies:
+    raise ConfigError("model.remat", f"{remat!r} is not known.", "choose none, dots or full.")
   return jax.checkpoint(layer, policy=policies[remat], prevent_cse=False)
 
 
 def head_logits(params: Params, config: ModelConfig, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
   """Logits of the next token, accumulated and returned in fp32; the head is embedᵀ when it is tied."""
   head = params["embed"].T if config.tie_embeddings else params["head"]
-  return jnp.dot(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+  return linear(hidden, head, dtype=jnp.float32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from sao_jax.config import ModelConfig
+from sao_jax.models.linear import linear
 from sao_jax.models.policy import packed_trunk
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import Params, ParamSpec, Specs
@@ -43,8 +44,7 @@ def make_value_apply(
 
   def value_apply(params: Params, batch: TrajectoryBatch) -> jax.Array:
     hidden = packed_trunk(params, config, batch, mesh, rules)
-    head = params["value_head"].astype(hidden.dtype)
-    return jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+    return linear(hidden, params["value_head"], dtype=jnp.float32)
 
   return value_apply
 

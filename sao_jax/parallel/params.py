@@ -29,6 +29,8 @@ class ParamSpec:
     initializer: "normal" (with `stddev`), "zeros", "ones", or a function (key, shape, dtype) -> array.
     dtype: of the stored parameter.
     stddev: standard deviation of "normal".
+    compute_dtype: in which dtype the model reads it, None: that of its activations. Publishing keeps this precision, so
+      that sampler and learner compute with the same numbers.
   """
 
   shape: tuple[int, ...]
@@ -36,6 +38,7 @@ class ParamSpec:
   initializer: str | Initializer = "normal"
   dtype: Any = "float32"
   stddev: float = 0.02
+  compute_dtype: str | None = None
 
   def __post_init__(self):
     if len(self.shape) != len(self.axes):

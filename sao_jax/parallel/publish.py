@@ -19,14 +19,18 @@ def make_publish(target_shardings: Any | None, dtype: Any | None = None) -> Call
 
   Args:
     target_shardings: a sharding, or a tree of shardings, of the sampler's devices; None leaves the copy in place.
-    dtype: of the copy; None keeps the dtypes.
+    dtype: of the copy: one for all floating leaves, or a tree with one for each; None keeps the dtypes.
   """
 
-  def copy(leaf: jax.Array) -> jax.Array:
+  def copy(leaf: jax.Array, dtype: Any | None = None) -> jax.Array:
     cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
     return jnp.array(leaf, dtype=dtype if cast else leaf.dtype, copy=True)
 
-  copy_tree = jax.jit(lambda params: jax.tree.map(copy, params))
+  @jax.jit
+  def copy_tree(params: Params) -> Params:
+    if isinstance(dtype, dict):
+      return jax.tree.map(copy, params, dtype)
+    return jax.tree.map(lambda leaf: copy(leaf, dtype), params)
 
   def publish(params: Params) -> Params:
     copied = copy_tree(params)

@@ -12,7 +12,7 @@ from sao_jax.config import SamplerConfig
 from sao_jax.errors import ConfigError
 from sao_jax.parallel.rules import AxisRules
 
-_SMALLEST_WINDOW = 16
+_SMALLEST_WINDOW = 64
 
 
 def smallest_bucket(buckets: Sequence[int], size: int) -> int:

@@ -14,56 +14,45 @@ from sao_jax.config import ModelConfig
 class KVCache:
   """Keys and values, positions 0 ... C - 1 of every slot (or of a few rows, of a few positions).
 
-  The key of a position is a column and its value a row: both products of attention then run over contiguous memory,
+  The key of a position is a column and its value a row: both products of attention run over contiguous memory,
   whatever the number of positions.
 
   Attributes:
-    k: [L, S, K, h, C], rotary embedding applied.
-    v: [L, S, K, C, h].
+    k: [S, L, K, h, C], rotary embedding applied.
+    v: [S, L, K, C, h].
   """
 
-  k: Float[Array, "L S K h C"]
-  v: Float[Array, "L S K C h"]
+  k: Float[Array, "S L K h C"]
+  v: Float[Array, "S L K C h"]
 
 
 def empty_cache(config: ModelConfig, rows: int, length: int, dtype: str) -> KVCache:
   """Zeros for `rows` slots of `length` positions."""
   layers, heads, dim = config.num_layers, config.num_kv_heads, config.head_dim
   return KVCache(
-    k=jnp.zeros((layers, rows, heads, dim, length), dtype), v=jnp.zeros((layers, rows, heads, length, dim), dtype)
+    k=jnp.zeros((rows, layers, heads, dim, length), dtype), v=jnp.zeros((rows, layers, heads, length, dim), dtype)
   )
 
 
-def read_window(cache: KVCache, slots: Int[Array, " R"] | None, window: int, extra: int) -> KVCache:
-  """The first `window` positions of some slots, and `extra` more that are to be written: what those hold is undefined.
-
-  `slots` out of range are clipped; None stands for all slots, in order.
-  """
-  length = cache.k.shape[-1]
-  width = min(window + extra, length)
-  cut = KVCache(k=cache.k[..., :width], v=cache.v[:, :, :, :width])
-  if slots is not None:
-    cut = jax.tree.map(lambda x: jnp.take(x, slots, axis=1, mode="clip"), cut)
-  pad = lambda x, axis: jnp.pad(x, [(0, window + extra - width if i == axis else 0) for i in range(5)])
-  return KVCache(k=pad(cut.k, 4), v=pad(cut.v, 3))
+def read_window(cache: KVCache, slots: Int[Array, " R"] | None, window: int) -> KVCache:
+  """The first `window` positions of the given slots (clipped to valid ones; None: all of them, in order)."""
+  cut = KVCache(k=cache.k[..., :window], v=cache.v[:, :, :, :window])
+  if slots is None:
+    return cut
+  return jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode="clip"), cut)
 
 
 def write_rows(
-  cache: KVCache,
-  rows: KVCache,
-  offset: int,
-  slots: Int[Array, " R"],
-  starts: Int[Array, " R"],
-  counts: Int[Array, " R"],
+  cache: KVCache, new: KVCache, slots: Int[Array, " R"], starts: Int[Array, " R"], counts: Int[Array, " R"]
 ) -> KVCache:
-  """Writes positions offset ... offset + counts[r] - 1 of row r to positions starts[r] ... of slot slots[r].
+  """Writes the first counts[r] positions of row r of `new` to positions starts[r] ... of slot slots[r].
 
   Nothing else changes; a row with count 0 writes nothing, whatever its slot. JAX clamps an update that would leave the
   array, over the entries before it, so the block is read, shifted inside the cache, merged and written back; the caller
   keeps starts + counts ≤ C. In place when `cache` is donated.
   """
   length = cache.k.shape[-1]
-  width = min(rows.k.shape[-1] - offset, length)
+  width = min(new.k.shape[-1], length)
 
   def write(row: jax.Array, arrays: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     slot, start, count = slots[row], starts[row], counts[row]
@@ -71,15 +60,15 @@ def write_rows(
     index = jnp.arange(width, dtype=jnp.int32) - (start - block_start)
     written = (index >= 0) & (index < count)
 
-    def merge(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-      update = jnp.take(jax.lax.dynamic_slice_in_dim(new, row, 1, axis=1), offset + index, axis=axis, mode="clip")
-      position = [0, slot, 0, 0, 0]
+    def merge(old: jax.Array, rows: jax.Array, axis: int) -> jax.Array:
+      update = jnp.take(jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=0), index, axis=axis, mode="clip")
+      position = [slot, 0, 0, 0, 0]
       position[axis] = block_start
       block = jax.lax.dynamic_slice(old, position, update.shape)
       mask = jnp.expand_dims(written, tuple(i for i in range(5) if i != axis))
       return jax.lax.dynamic_update_slice(old, jnp.where(mask, update.astype(old.dtype), block), position)
 
-    return merge(arrays[0], rows.k, 4), merge(arrays[1], rows.v, 3)
+    return merge(arrays[0], new.k, 4), merge(arrays[1], new.v, 3)
 
   k, v = jax.lax.fori_loop(0, slots.shape[0], write, (cache.k, cache.v))
   return KVCache(k=k, v=v)

@@ -68,15 +68,6 @@ class SamplerService:
       BaseException: whatever ended the sampler.
     """
     future: concurrent.futures.Future[Completion] = concurrent.futures.Future()
-    with self._lock:  # no request may slip in behind the failure of all the others
-      if self._ended is not None:
-        raise self._ended
-      lane = self._homes.get(request.session_id) or min(self._lanes, key=lambda lane: lane.running)
-      if request.keep_slot:
-        self._homes[request.session_id] = lane
-      else:
-        self._homes.pop(request.session_id, None)
-      lane.running += 1
 
     def on_done(result: Completion | BaseException) -> None:
       with self._lock:
@@ -88,7 +79,16 @@ class SamplerService:
       else:
         future.set_result(result)
 
-    lane.scheduler.submit(request, on_done)
+    with self._lock:  # no request may slip in behind the failure of all the others
+      if self._ended is not None:
+        raise self._ended
+      lane = self._homes.get(request.session_id) or min(self._lanes, key=lambda lane: lane.running)
+      if request.keep_slot:
+        self._homes[request.session_id] = lane
+      else:
+        self._homes.pop(request.session_id, None)
+      lane.running += 1
+      lane.scheduler.submit(request, on_done)
     lane.wake.set()
     return future
 
@@ -138,8 +138,10 @@ class SamplerService:
 
   def _run(self, lane: _Lane) -> None:
     try:
-      while self._ended is None:
-        lane.wake.clear()
+      while True:
+        lane.wake.clear()  # before the look at `_ended`: what wakes the lane after that look is not lost
+        if self._ended is not None:
+          break
         if not lane.scheduler.tick():
           lane.wake.wait()
     except BaseException as error:  # whatever it is, it must reach the callers

@@ -71,7 +71,7 @@ def empty_slots(num_slots: int) -> SlotState:
 
 def state_shardings(mesh: Mesh, rules: AxisRules) -> EngineState:
   """Slots over the data axes, kv heads over "tensor"."""
-  cache = NamedSharding(mesh, rules.spec(None, "slots", "kv_heads"))
+  cache = NamedSharding(mesh, rules.spec("slots", None, "kv_heads"))
   slots = NamedSharding(mesh, rules.spec("slots"))
   fields = [field.name for field in dataclasses.fields(SlotState)]
   return EngineState(cache=KVCache(k=cache, v=cache), slots=SlotState(**dict.fromkeys(fields, slots)))

@@ -15,7 +15,7 @@ from sao_jax.models.transformer import head_logits, trunk
 from sao_jax.parallel.params import Params
 from sao_jax.parallel.rules import AxisRules
 from sao_jax.sampler.attend import cached_attend
-from sao_jax.sampler.cache import read_window, write_rows
+from sao_jax.sampler.cache import empty_cache, read_window, write_rows
 from sao_jax.sampler.sampling import SamplingRule, sample_tokens, slot_uniforms
 from sao_jax.sampler.state import EngineState, SlotState, place_state
 
@@ -71,11 +71,12 @@ def extend(
   overflow = starts + counts > capacity
   counts = jnp.where(overflow, 0, counts)
   positions = starts[:, None] + jnp.arange(length, dtype=jnp.int32)
-  kv = read_window(state.cache, slots, window, extra=length)
-  attend = cached_attend(starts, window, step=0)
-  kv = trunk(params, config, token_ids, positions, attend=attend, carry=kv, mesh=mesh, rules=rules)[1]
+  past = read_window(state.cache, slots, window)
+  new = empty_cache(config, token_ids.shape[0], length, state.cache.k.dtype)
+  attend = cached_attend(past, starts, step=0)
+  new = trunk(params, config, token_ids, positions, attend=attend, carry=new, mesh=mesh, rules=rules)[1]
   update = update.replace(lengths=starts + counts, active=update.active & ~overflow, overflow=overflow)
-  cache = write_rows(state.cache, kv, window, slots, starts, counts)
+  cache = write_rows(state.cache, new, slots, starts, counts)
   return place_state(EngineState(cache=cache, slots=_put_rows(state.slots, slots, update)), mesh, rules)
 
 
@@ -115,7 +116,8 @@ def decode(
   everything = slots.shape[0] == num_slots
   first = state.slots if everything else jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode="clip"), state.slots)
   first = first.replace(active=first.active & (slots < num_slots))
-  kv = read_window(state.cache, None if everything else slots, window, extra=max_steps)
+  past = read_window(state.cache, None if everything else slots, window)
+  new = empty_cache(config, slots.shape[0], max_steps, state.cache.k.dtype)
   uniforms = slot_uniforms(key, first.rollout_id, first.lengths + 1, max_steps)
   shape = (max_steps, slots.shape[0])
   outputs = DecodeOutputs(
@@ -130,15 +132,15 @@ def decode(
     return (step < num_steps) & jnp.any(rows.active)
 
   def one_step(carry):
-    step, rows, kv, outputs = carry
-    attend = cached_attend(first.lengths, window, step)
-    hidden, kv = trunk(
+    step, rows, new, outputs = carry
+    attend = cached_attend(past, first.lengths, step)
+    hidden, new = trunk(
       params,
       config,
       rows.pending_token[:, None],
       rows.lengths[:, None],
       attend=attend,
-      carry=kv,
+      carry=new,
       mesh=mesh,
       rules=rules,
     )
@@ -150,10 +152,10 @@ def decode(
       logprobs=outputs.logprobs.at[step].set(logprobs),
       emitted=outputs.emitted.at[step].set(emitted),
     )
-    return step + 1, rows, kv, outputs
+    return step + 1, rows, new, outputs
 
-  _, last, kv, outputs = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), first, kv, outputs))
-  cache = write_rows(state.cache, kv, window, slots, first.lengths, last.lengths - first.lengths)
+  _, last, new, outputs = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), first, new, outputs))
+  cache = write_rows(state.cache, new, slots, first.lengths, last.lengths - first.lengths)
   table = last if everything else _put_rows(state.slots, slots, last)
   return place_state(EngineState(cache=cache, slots=table), mesh, rules), outputs.replace(overflow=last.overflow)
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from sao_jax.config import RunConfig
+from sao_jax.errors import ConfigError
 from sao_jax.rollout.packing import pack, shard_batch
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training.episodes import run_episodes
@@ -21,15 +22,16 @@ from sao_jax.types import PyTree, TrajectoryBatch
 AUDITED_EPISODES = 8
 
 
-class SamplerMismatch(RuntimeError):
+class SamplerMismatch(ConfigError):
   """Sampler and learner disagree at lag 0."""
 
   def __init__(self, worst: float, mean: float, tolerance: float):
     super().__init__(
-      f"training.audit_tolerance: sampler and learner log-probabilities differ by up to {worst:.3g} (mean {mean:.3g}) "
-      f"for the same tokens under the same weights; allowed are {tolerance:.3g}\n"
-      "  remedy: find the difference (precision, temperature, filters, cache dtype, weights that were not published); "
-      "with bf16 networks raise training.audit_tolerance to what bf16 explains, about 0.05"
+      "training.audit_tolerance",
+      f"sampler and learner log-probabilities differ by up to {worst:.3g} (mean {mean:.3g}) for the same tokens under "
+      f"the same weights; allowed are {tolerance:.3g}",
+      "find the difference (precision, temperature, filters, cache dtype, weights that were not published); with bf16 "
+      "networks raise training.audit_tolerance to what bf16 explains, about 0.05",
     )
 
 

@@ -185,7 +185,7 @@ def _gradients(axes: Any, lines: Lines) -> None:
 
 def _idle(axes: Any, lines: Lines) -> None:
   _curve(axes, lines, "trainer_idle_fraction", "trainer waits for trajectories", BLUE, 100)
-  _curve(axes, lines, "slot_idle_fraction", "sampler slots without a token", ORANGE, 100)
+  _curve(axes, lines, "slot_idle_fraction", "rollout places without an episode", ORANGE, 100)
   axes.set_ylim(0, 102)
   _finish(axes, "idle share (%)")
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import pathlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from absl import logging
 
 from sao_jax.config import RunConfig
 from sao_jax.environments.base import EnvironmentFailure, Prompt
 from sao_jax.rollout.episode import EpisodeLimits
+from sao_jax.rollout.failures import BadEvidence, PromptTooLong
 from sao_jax.rollout.intake import Rollout
 from sao_jax.rollout.runner import EpisodeRunner
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training.report import append_episode
 from sao_jax.types import Trajectory
+
+T = TypeVar("T")
+
+CHECKED_PROMPTS = 16
 
 
 def episode_limits(config: RunConfig) -> EpisodeLimits:
@@ -39,7 +44,7 @@ def run_episodes(
   *,
   temperature: float,
   first_rollout_id: int = 0,
-) -> tuple[list[Trajectory], list[EnvironmentFailure]]:
+) -> tuple[list[Trajectory], list[Exception]]:
   """Runs one episode per prompt, as many at once as there are slots.
 
   Args:
@@ -50,12 +55,11 @@ def run_episodes(
     first_rollout_id: rollout ids count from here; with the sampler's seed they determine all random keys.
 
   Returns:
-    The trajectories in the order of the prompts, and the failures of environments that outlasted
-    `rollout.environment_retries`: those prompts have no outcome, which is not the same as reward 0.
+    The trajectories in the order of the prompts, and what went wrong with the others: failures of environments that
+    outlasted `rollout.environment_retries`, or evidence that cannot be trusted. Those prompts have no outcome, which is
+    not the same as reward 0.
   """
-  everything = _run_all(config, service, list(prompts), temperature, first_rollout_id)
-  with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a notebook's own thread runs an event loop already
-    return thread.submit(asyncio.run, everything).result()
+  return _run_async(_run_all(config, service, list(prompts), temperature, first_rollout_id))
 
 
 async def _run_all(
@@ -72,11 +76,11 @@ async def _run_all(
   )
   free_slots = asyncio.Semaphore(config.sampler.num_slots)
 
-  async def run_one(rollout: Rollout) -> Trajectory | EnvironmentFailure:
+  async def run_one(rollout: Rollout) -> Trajectory | Exception:
     async with free_slots:
       try:
         return await runner.run(rollout)
-      except EnvironmentFailure as failure:
+      except (EnvironmentFailure, BadEvidence) as failure:
         logging.error("the episode of prompt %s has no outcome: %s", tuple(rollout.prompt.key), failure)
         return failure
 
@@ -84,6 +88,33 @@ async def _run_all(
   results = await asyncio.gather(*(run_one(rollout) for rollout in rollouts))
   trajectories = [result for result in results if isinstance(result, Trajectory)]
   return trajectories, [result for result in results if not isinstance(result, Trajectory)]
+
+
+def _run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+  with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a notebook's own thread runs an event loop already
+    return thread.submit(asyncio.run, coroutine).result()
+
+
+def check_prompts(config: RunConfig) -> None:
+  """Refuses, before any work, an environment whose prompts leave no room to answer; looks at the first few.
+
+  Raises:
+    PromptTooLong: names the prompt's length, the context and the remedy.
+  """
+  tokenizer = config.environment.tokenizer()
+
+  async def check(split: str, seed: int) -> None:
+    source = config.environment.prompts(tokenizer, split, seed)
+    for index in range(min(CHECKED_PROMPTS, len(source))):
+      environment = config.environment.make(tokenizer)
+      prompt = source[index]
+      length = len(await environment.reset(prompt))
+      await environment.close()
+      if length >= config.sampler.context_length:
+        raise PromptTooLong(length, config.sampler.context_length, str(tuple(prompt.key)))
+
+  _run_async(check("train", config.training.seed))
+  _run_async(check("heldout", config.evaluation.seed))
 
 
 def episode_segments(trajectory: Trajectory, tokenizer: Any) -> list[tuple[str, str]]:

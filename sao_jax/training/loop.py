@@ -15,11 +15,12 @@ from absl import logging
 
 from sao_jax.algorithm.train_step import make_train_step
 from sao_jax.config import RunConfig
+from sao_jax.errors import ConfigError
 from sao_jax.rollout.packing import check_buckets, pack, shard_batch
 from sao_jax.training import phases
 from sao_jax.training.audit import audit_sampler
 from sao_jax.training.checkpoint import Checkpointer
-from sao_jax.training.episodes import record_episode
+from sao_jax.training.episodes import check_prompts, record_episode
 from sao_jax.training.evaluation import Evaluation, evaluate
 from sao_jax.training.interrupt import Interrupt
 from sao_jax.training.metrics import DelayedFetch, MetricsWriter
@@ -64,6 +65,7 @@ def run_phase(config: RunConfig, workdir: pathlib.Path, phase: phases.Phase, *, 
   validate(config, training=True)
   learner = make_learner(config, freeze=freeze)
   check_buckets(config.rollout, config.sampler.context_length, rows_multiple(learner))
+  check_prompts(config)
   settings = config.training
   with (
     Checkpointer(workdir / phase.name, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
@@ -76,6 +78,12 @@ def run_phase(config: RunConfig, workdir: pathlib.Path, phase: phases.Phase, *, 
     else:
       step, state, host_state = restored
       logging.info("%s: going on after step %d of %d.", phase.name, step, phase.steps)
+      if int(state.policy_version) != phase.version(step):
+        raise ConfigError(
+          "algorithm.critic_warmup_steps",
+          f"after step {step} the checkpoint has version {int(state.policy_version)}, not {phase.version(step)}.",
+          "Keep the number of critic-only steps that the run began with.",
+        )
     run = _Run(config, workdir, phase, learner, checkpointer, interrupt)
     return run.to_end(step, state, host_state)
 
@@ -114,11 +122,11 @@ class _Run:
     with (
       MetricsWriter(self.workdir, phase.name, restored_step=step or None) as writer,
       Progress(phase.name, total=phase.steps, start=step) as progress,
-      make_service(config, published, seed=config.training.seed, version=version) as service,
+      make_service(config, published, seed=phases.sampler_seed(config, phase.name), version=version) as service,
     ):
       if config.training.audit:
         self.audit(service, state)
-      rollouts = make_rollout_loop(config, service, version)
+      rollouts = make_rollout_loop(config, service, phase.name, version)
       if host_state is not None:
         rollouts.load_state_dict(*host_state["rollouts"])
         self.explained_variance = host_state["explained_variance"]
@@ -141,10 +149,12 @@ class _Run:
             published = jax.block_until_ready(self.publish(state.policy.params))
             service.publish(published, version)
           rollouts.on_version(version)
-          if self.checkpointer.due(step):
-            self.save(step, state, rollouts)
           if not critic_only and self.evaluates(version):
             evaluation = self.evaluate(published, version, step, writer)
+          if self.checkpointer.due(step):
+            self.log(delayed.flush(), writer, progress)
+            record_episode(config, self.workdir, step, trajectories[0])
+            self.save(step, state, rollouts)
         self.log(delayed.flush(), writer, progress)
       finally:
         rollouts.stop()
@@ -174,7 +184,8 @@ class _Run:
     """Measures held-out success of the published weights; training waits, rollouts go on."""
     evaluation = evaluate(self.config, published, version)
     writer.write(step, evaluation.metrics() | {"policy_version": version})
-    record_episode(self.config, self.workdir, step, evaluation.trajectories[0])
+    for trajectory in evaluation.trajectories[:1]:
+      record_episode(self.config, self.workdir, step, trajectory)
     self.latest["success"] = evaluation.success.rate
     logging.info("Version %d: held-out success %s.", version, evaluation.success)
     return evaluation

@@ -144,7 +144,7 @@ def _drop_lines_after(path: pathlib.Path, phase: str, last_step: float) -> None:
 def _tensorboard_writer(directory: pathlib.Path, restored_step: int | None) -> Any:
   if importlib.util.find_spec("tensorboardX") is None:
     logging.log_first_n(
-      logging.INFO, "TensorBoard events are off: tensorboardX is missing (pip install 'sao_jax[report]').", 1
+      logging.INFO, "TensorBoard events are off: tensorboardX is missing (pip install -e '.[report]').", 1
     )
     return None
   import tensorboardX  # an optional extra

@@ -6,6 +6,8 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
+import jax
+import numpy as np
 from absl import logging
 
 from sao_jax.config import RunConfig
@@ -54,14 +56,32 @@ def reinforcement_learning(config: RunConfig) -> Phase:
   return Phase(TRAIN, config.algorithm.critic_warmup_steps, config.training.steps)
 
 
+def _derived_seed(config: RunConfig, phase: str, *more: int) -> int:
+  sequence = np.random.SeedSequence([config.training.seed, (SFT, VALUE_PRETRAINING, TRAIN).index(phase), *more])
+  return int(sequence.generate_state(1)[0]) >> 1  # jax takes it as an int32
+
+
+def prompt_seed(config: RunConfig, phase: str) -> int:
+  """Seed of a phase's order of prompts; the same in all processes, which share the prompts out."""
+  return _derived_seed(config, phase)
+
+
+def sampler_seed(config: RunConfig, phase: str) -> int:
+  """Seed of the sampler's random keys; differs between phases, which count rollouts from 0, and between processes."""
+  return _derived_seed(config, phase, 1 + jax.process_index())
+
+
 def plateaued(config: RunConfig, explained_variance: Sequence[float]) -> bool:
   """Whether value pretraining may end, from the explained variance of all its steps so far."""
   settings = config.value_pretraining
   window = settings.plateau_window
   if len(explained_variance) < max(settings.min_steps, 2 * window):
     return False
-  recent, before = explained_variance[-window:], explained_variance[-2 * window : -window]
-  return sum(recent) / window - sum(before) / window < settings.plateau_gain
+  recent = np.asarray(explained_variance[-window:], np.float64)
+  before = np.asarray(explained_variance[-2 * window : -window], np.float64)
+  if not (np.isfinite(recent).any() and np.isfinite(before).any()):  # undefined where all rewards are equal
+    return False
+  return bool(np.nanmean(recent) - np.nanmean(before) < settings.plateau_gain)
 
 
 def _holds_checkpoint(directory: pathlib.Path) -> bool:
@@ -84,10 +104,19 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
   return init_policy_params(learner, config.training.seed)
 
 
+def _warn_of_unfinished(config: RunConfig, workdir: pathlib.Path) -> None:
+  if _holds_checkpoint(workdir / SFT):
+    with Checkpointer(workdir / SFT) as checkpointer:
+      step = checkpointer.latest_step()
+    if step < config.sft.steps:
+      logging.warning("SFT stopped at step %d of %d: run launch.sft again to finish it.", step, config.sft.steps)
+
+
 def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: Phase) -> TrainState:
   """The train state at step 0 of a phase: networks from the phases before it, fresh optimisers."""
   earlier = [SFT] if phase.name == VALUE_PRETRAINING else [VALUE_PRETRAINING, SFT]
   policy = initial_policy(config, learner, workdir, earlier)
+  _warn_of_unfinished(config, workdir)
   num_outputs = learner.value_specs["value_head"].shape[-1]
   if phase.name == TRAIN and _holds_checkpoint(workdir / VALUE_PRETRAINING):
     critic = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(learner.value_specs, learner.mesh))

@@ -152,6 +152,4 @@ def _values(lines: Sequence[dict[str, Any]], key: str) -> list[float]:
 
 
 def _missing_extra(package: str) -> ConfigError:
-  return ConfigError(
-    "report", f"{package} is not installed; the report needs it.", "Run: pip install 'sao_jax[report]'"
-  )
+  return ConfigError("report", f"{package} is not installed; the report needs it.", "Run: pip install -e '.[report]'")

@@ -11,17 +11,19 @@ import numpy as np
 
 from sao_jax.config import RunConfig
 from sao_jax.data.prompts import make_prompt_iterator
+from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.rollout.admission import AdmissionControl
 from sao_jax.rollout.buffer import TrajectoryBuffer
 from sao_jax.rollout.loop import RolloutLoop
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training.interrupt import Interrupt
+from sao_jax.training.phases import prompt_seed
 from sao_jax.types import Trajectory
 
 POLL = 0.5  # seconds between two looks at a requested interruption while the trainer waits for a batch
 
 
-def make_rollout_loop(config: RunConfig, service: SamplerService, version: int) -> RolloutLoop:
+def make_rollout_loop(config: RunConfig, service: SamplerService, phase: str, version: int) -> RolloutLoop:
   """The asynchronous loop of this process, not started, on its share of the training prompts."""
   rollout = config.rollout
   tokenizer = config.environment.tokenizer()
@@ -34,7 +36,7 @@ def make_rollout_loop(config: RunConfig, service: SamplerService, version: int) 
   )
   return RolloutLoop(
     lambda: config.environment.make(tokenizer),
-    make_prompt_iterator(source, seed=config.training.seed),
+    make_prompt_iterator(source, seed=prompt_seed(config, phase), shard=(data_process_index(), data_process_count())),
     service,
     buffer,
     rollout,
@@ -72,7 +74,7 @@ class StepMetrics:
     seconds = max(now - self._began, 1e-9)
     metrics = {
       "step_seconds": seconds,
-      "trainer_idle_fraction": min(1.0, since["trainer_wait_seconds"] / seconds),
+      "trainer_idle_fraction": since["trainer_wait_seconds"] / seconds,
       "slot_idle_fraction": 1.0 - since["busy_slot_seconds"] / max(since["slot_seconds"], 1e-9),
       "response_length_mean": float(np.mean([t.num_sampled for t in trajectories])),
       "turns_mean": float(np.mean([len(t.turn_starts) for t in trajectories])),
@@ -82,5 +84,7 @@ class StepMetrics:
     counts = ("submitted", "in_flight", "buffered", "in_training", "trained", "masked", "filtered", "aborted")
     failures = ("failed_infrastructure", "failed_environment", "dropped_stale")
     metrics |= {f"rollouts_{name}": stats[name] for name in itertools.chain(counts, failures)}
+    over_the_run = ("mean_generated_latency", "mean_used_latency", "masked_tokens", "retries", "drop_rate_by_length")
+    metrics |= {name: stats[name] for name in over_the_run}
     self._before, self._began = stats, now
     return metrics

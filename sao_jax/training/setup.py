@@ -194,4 +194,5 @@ def make_publisher(learner: Learner) -> Callable[[PyTree], PyTree]:
     target = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(devices[0]), learner.policy_specs)
   else:
     target = param_shardings(learner.policy_specs, sampler_mesh)
-  return make_publish(target, learner.config.model.dtype)
+  dtypes = jax.tree.map(lambda spec: spec.compute_dtype or learner.config.model.dtype, learner.policy_specs)
+  return make_publish(target, dtypes)

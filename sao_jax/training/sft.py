@@ -19,6 +19,7 @@ from sao_jax.config import RunConfig
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.environments.base import Prompt
 from sao_jax.errors import ConfigError
+from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.rollout.packing import check_buckets, pack, shard_batch
 from sao_jax.training import phases
 from sao_jax.training.checkpoint import Checkpointer
@@ -28,6 +29,9 @@ from sao_jax.training.progress import Progress
 from sao_jax.training.setup import abstract_state, make_learner, make_network, rows_multiple
 from sao_jax.training.validation import validate
 from sao_jax.types import NetworkState, PyTree, Status, Trajectory, TrajectoryBatch
+
+# Sources may draw a prompt from (seed, id): the expert's mistakes must come from another stream than the question.
+DEMONSTRATION_STREAM = 0x5AFE_DE30
 
 
 def sft_loss(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -77,7 +81,9 @@ class Demonstrations:
       )
     self._tokenizer = self._environment.tokenizer()
     source = self._environment.prompts(self._tokenizer, "train", config.training.seed)
-    self.prompts = make_prompt_iterator(source, seed=config.training.seed)
+    self.prompts = make_prompt_iterator(
+      source, seed=phases.prompt_seed(config, phases.SFT), shard=(data_process_index(), data_process_count())
+    )
 
   def batch(self) -> list[Trajectory]:
     """The next `sft.batch_size` demonstrations, as trajectories without behaviour log-probs."""
@@ -85,7 +91,7 @@ class Demonstrations:
 
   def _demonstrate(self, prompt: Prompt, index: int) -> Trajectory:
     key = prompt.key
-    rng = np.random.default_rng([self._config.training.seed, key.id, key.epoch])
+    rng = np.random.default_rng([DEMONSTRATION_STREAM, self._config.training.seed, key.id, key.epoch])
     demonstration = self._environment.demonstration(prompt, self._tokenizer, rng)
     length = len(demonstration.token_ids)
     if length > self._config.sampler.context_length:
@@ -139,9 +145,11 @@ def sft(config: RunConfig, workdir: str | os.PathLike) -> PyTree:
         step += 1
         _log(delayed.push(step, metrics), writer, progress)
         if checkpointer.due(step):
+          _log(delayed.flush(), writer, progress)
           checkpointer.save(step, network, {"prompts": demonstrations.prompts.get_state()})
       _log(delayed.flush(), writer, progress)
     checkpointer.save(step, network, {"prompts": demonstrations.prompts.get_state()})
+    checkpointer.wait()
   if interrupt.requested:
     logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
   return network.params

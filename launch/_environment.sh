@@ -46,6 +46,8 @@ use_environment() {
   # What an outer shell may have set would mix its packages into ours.
   unset PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX
   export PYTHONNOUSERSITE=1 PYTHONUNBUFFERED=1
+  # Large arrays in huge pages: first touches of small pages took a good part of a train step on CPU.
+  export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
   if [[ -z "${VIRTUAL_ENV:-}" || ! -x "${VIRTUAL_ENV:-}/bin/python" ]]; then
     [[ -x "$repository/.venv/bin/python" ]] || make_environment
     export VIRTUAL_ENV="$repository/.venv"

@@ -55,7 +55,7 @@ class FakeEngine:
   """Same interface as `Engine`. A test may set `broken`: the exception that the next decode raises."""
 
   def __init__(self, config: SamplerConfig, version: int = 0):
-    self.config, self.version = config, version
+    self.config, self.version, self.vocab_size = config, version, 1000
     self.slots = [FakeSlot() for _ in range(config.num_slots)]
     self.broken: BaseException | None = None
     self.log: list[tuple] = []

@@ -193,6 +193,14 @@ def test_context_is_named_only_if_it_was_the_limit():
     (request(tokens=range(100)), "sampler.context_length"),
     (request(tokens=()), "new_token_ids"),
     (request(max_tokens=0), "max_tokens"),
+    (request(tokens=(1, -1)), "new_token_ids"),
+    (request(tokens=(1, 1000)), "new_token_ids"),
+    (dataclasses.replace(request(), stop_ids=(1000,)), "stop_ids"),
+    (dataclasses.replace(request(), stop_ids=tuple(range(9))), "stop_ids"),
+    (dataclasses.replace(request(), rollout_id=2**31), "rollout_id"),
+    (dataclasses.replace(request(), rollout_id=-1), "rollout_id"),
+    (dataclasses.replace(request(), temperature=-1.0), "temperature"),
+    (dataclasses.replace(request(), temperature=float("nan")), "temperature"),
   ],
 )
 def test_bad_requests_reach_their_caller_alone(bad, field):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -178,3 +180,22 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, one_device):
   assert lines[-1]["rollouts_trained"] + lines[-1]["rollouts_masked"] == 4 * 4  # the last batch is still in training
   with Checkpointer(tmp_path / "train") as checkpointer:
     assert checkpointer.latest_step() == 5
+
+
+def test_a_demonstrations_mistakes_do_not_depend_on_its_question(tmp_path):
+  """The question comes from (seed, index) too: were it the same stream, some questions would always go wrong."""
+  from sao_jax.environments.calculator import Calculator
+
+  config = dataclasses.replace(
+    training_toy.replace(training_toy.get_config(), model={"vocab_size": 272}, sft={"batch_size": 2000}),
+    environment=Calculator(),
+  )
+  config = training_toy.replace(config, sampler={"context_length": 200})
+  demonstrations = sft.Demonstrations(config)
+  tokenizer = config.environment.tokenizer()
+  right = {True: [], False: []}
+  for trajectory in demonstrations.batch():
+    question = tokenizer.decode(trajectory.token_ids).split("<|user|>")[1].split("<|end|>")[0]
+    right[question[2] in "123"].append(trajectory.reward)
+  assert min(len(rewards) for rewards in right.values()) > 300
+  assert abs(np.mean(right[True]) - np.mean(right[False])) < 0.1

@@ -52,6 +52,7 @@ class Engine:
     params: the policy that the next dispatch uses.
     version: its policy version.
     config: its sizes.
+    vocab_size: token ids lie below it.
   """
 
   def __init__(
@@ -72,7 +73,7 @@ class Engine:
     """
     shards = 1 if mesh is None else buckets.data_shards(mesh, rules)
     buckets.check_sampler_config(sampler_config, shards)
-    self.params, self.version = params, version
+    self.params, self.version, self.vocab_size = params, version, model_config.vocab_size
     self.config, self._num_slots = sampler_config, sampler_config.num_slots
     self._model_config, self._mesh, self._rules = model_config, mesh, dataclasses.replace(rules, sequence=None)
     self._key = jax.random.key(seed)

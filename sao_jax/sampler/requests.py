@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from jaxtyping import Float, Int
 from numpy import ndarray
+
+from sao_jax.errors import ConfigError
+from sao_jax.sampler.state import MAX_STOP_IDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,3 +60,20 @@ class SessionReleasedError(RuntimeError):
 
 class ServiceStoppedError(RuntimeError):
   """The sampler was stopped while the turn was still running."""
+
+
+def request_problem(request: GenerateRequest, vocab_size: int) -> ConfigError | None:
+  """What is wrong with a request in itself, if anything; found before it can reach the device."""
+  if request.max_tokens < 1:
+    return ConfigError("max_tokens", f"it is {request.max_tokens}.", "sample at least one token.")
+  if not (math.isfinite(request.temperature) and request.temperature >= 0):
+    return ConfigError("temperature", f"it is {request.temperature}.", "use 0 (greedy) or a positive number.")
+  if not 0 <= request.rollout_id < 2**31:
+    return ConfigError("rollout_id", f"it is {request.rollout_id}.", "use a number that fits into 31 bits.")
+  if len(request.stop_ids) > MAX_STOP_IDS:
+    return ConfigError("stop_ids", f"there are {len(request.stop_ids)} of them.", f"use at most {MAX_STOP_IDS}.")
+  for field in ("new_token_ids", "stop_ids"):
+    ids = [int(token) for token in getattr(request, field)]
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+      return ConfigError(field, f"ids from {min(ids)} to {max(ids)}.", f"use ids in [0, {vocab_size}), the vocabulary.")
+  return None

@@ -12,7 +12,7 @@ import numpy as np
 from sao_jax.errors import ConfigError
 from sao_jax.parallel.params import Params
 from sao_jax.sampler.engine import Dispatch, Engine
-from sao_jax.sampler.requests import GenerateRequest, SessionReleasedError
+from sao_jax.sampler.requests import GenerateRequest, SessionReleasedError, request_problem
 from sao_jax.sampler.session import OnDone, Session, Turn
 
 # What starting a dispatch costs, in decode steps, when the length of one is chosen.
@@ -141,7 +141,7 @@ class Scheduler:
     session = self._sessions.get(request.session_id) or Session(rollout_id=request.rollout_id)
     total = len(session.token_ids) + len(request.new_token_ids)
     budget = min(request.max_tokens, self._engine.config.context_length - total)
-    error = self._error or _refusal(request, session, total, self._engine.config.context_length)
+    error = self._error or _refusal(request, session, total, self._engine)
     if error is not None:
       on_done(error)
       return
@@ -276,12 +276,14 @@ def best_num_steps(steps_left: np.ndarray, max_steps: int, overhead: float = _DI
   return int(max_steps - np.argmax(rate[::-1]))
 
 
-def _refusal(request: GenerateRequest, session: Session, total: int, context_length: int) -> Exception | None:
+def _refusal(request: GenerateRequest, session: Session, total: int, engine: Engine) -> Exception | None:
   """What is wrong with a request, if anything."""
   if session.turn is not None:
     return ValueError(f"session {request.session_id} has a running turn; wait for it first")
-  if request.max_tokens < 1:
-    return ConfigError("max_tokens", f"it is {request.max_tokens}.", "sample at least one token.")
+  context_length = engine.config.context_length
+  problem = request_problem(request, engine.vocab_size)
+  if problem is not None:
+    return problem
   if total == 0:
     return ConfigError("new_token_ids", "the prompt is empty.", "start with at least one token, for example BOS.")
   if not session.token_ids and total >= context_length:

@@ -1,0 +1,37 @@
+"""The quickstart script stops where it is interrupted, instead of going on with the next program."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import time
+
+SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "launch" / "quickstart.sh"
+
+
+def test_an_interrupt_ends_the_script_with_the_program(tmp_path):
+  """The script's own trap and loop, around programs that save and exit with 0 when interrupted, as the launchers do."""
+  text = SCRIPT.read_text(encoding="utf-8")
+  trap = re.search(r"^trap .*$", text, re.MULTILINE)[0]
+  loop = text[text.index("for program in") : text.index("done") + len("done")]
+  program = tmp_path / "program"
+  program.write_text(
+    "#!/usr/bin/env bash\n"
+    f'echo "$2" >> {tmp_path}/started\n'
+    "trap 'exit 0' INT\n"
+    "for _ in $(seq 300); do sleep 0.1; done\n"
+  )
+  program.chmod(0o755)
+  script = f'set -euo pipefail\npython="{program}"\nworkdir={tmp_path}\n{trap}\n{loop}\n'
+  process = subprocess.Popen(["bash", "-c", script], start_new_session=True, stdout=subprocess.DEVNULL)
+  started = tmp_path / "started"
+  deadline = time.monotonic() + 30
+  while not started.exists() and time.monotonic() < deadline:
+    time.sleep(0.05)
+  time.sleep(0.3)
+  os.killpg(process.pid, signal.SIGINT)
+  assert process.wait(timeout=30) == 130
+  assert started.read_text().split() == ["launch.sft"]

@@ -154,7 +154,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     return real_import(name, *arguments, **keywords)
 
   monkeypatch.setattr(builtins, "__import__", without_the_package)
-  with pytest.raises(ConfigError, match=r"sao_jax\[envs\]"):
+  with pytest.raises(ConfigError, match=r"'\.\[envs\]'"):
     ReasoningGym("chain_sum").prompts(TOKENIZER, "train", 0)
 
 

@@ -5,13 +5,13 @@ import pathlib
 import setuptools
 
 EXTRAS = {
-  "hf": ["transformers>=5.0", "tokenizers>=0.22", "safetensors>=0.5", "jinja2>=3.1"],
-  "envs": ["reasoning-gym>=0.1.23", "math-verify>=0.8"],
-  "report": ["matplotlib>=3.9", "tensorboardX>=2.6.2", "jinja2>=3.1"],
+  "hf": ["transformers>=5,<6", "tokenizers>=0.22,<1", "safetensors>=0.5,<1", "jinja2>=3.1,<4"],
+  "envs": ["reasoning-gym>=0.1.23,<0.2", "math-verify>=0.8,<1"],
+  "report": ["matplotlib>=3.9,<4", "tensorboardX>=2.6.2,<3", "jinja2>=3.1,<4"],
   "tpu": ["jax[tpu]>=0.10.2,<0.12"],
-  "aot": ["libtpu>=0.0.30"],
-  "notebooks": ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10"],
-  "test": ["pytest>=8", "hypothesis>=6.100", "beartype>=0.19", "ruff>=0.9"],
+  "aot": ["libtpu>=0.0.30,<0.1"],
+  "notebooks": ["ipykernel>=6.29,<8", "nbclient>=0.10,<1", "nbformat>=5.10,<6"],
+  "test": ["pytest>=8,<10", "hypothesis>=6.100,<7", "beartype>=0.19,<1", "ruff>=0.9,<1"],
 }
 
 setuptools.setup(

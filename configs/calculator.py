@@ -29,7 +29,13 @@ def get_config() -> RunConfig:
     policy_optimizer=OptimizerConfig(learning_rate=3e-4),
     critic_optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0, warmup_steps=10),
     sampler=SamplerConfig(
-      num_slots=64, context_length=96, decode_steps=4, prefill_buckets=(16,), prefill_batch=4, window_buckets=(96,)
+      num_slots=64,
+      context_length=96,
+      decode_steps=4,
+      decode_batch=16,
+      prefill_buckets=(16,),
+      prefill_batch=4,
+      window_buckets=(96,),
     ),
     rollout=RolloutConfig(
       batch_size=64,

@@ -88,7 +88,7 @@ class SamplerConfig:
   num_slots: int = 32
   context_length: int = 256  # tokens of KV cache per slot
   decode_steps: int = 8  # decode steps per dispatch, at most
-  decode_batch: int = 16  # slots per dispatch; on accelerators all of them, on a CPU a few are faster (caches)
+  decode_batch: int = 32  # slots per dispatch; on accelerators all of them, on a CPU a few are faster (caches)
   prefill_buckets: tuple[int, ...] = (16, 64, 256)  # padded lengths of a prefill
   prefill_batch: int = 8  # sequences per prefill call
   window_buckets: tuple[int, ...] = ()  # attended cache lengths that decode compiles for; empty: powers of two

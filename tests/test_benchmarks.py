@@ -17,7 +17,7 @@ from sao_jax.benchmarks import flops, generation, learning, recompilation, suite
 from sao_jax.benchmarks.scale import FULL, QUICK
 from sao_jax.config import ModelConfig
 from sao_jax.models.value import frozen_value_paths
-from sao_jax.training import setup
+from sao_jax.training import loop, setup
 
 
 def test_interleaving_calls_everything_in_turn_after_a_round_that_is_not_timed():
@@ -124,3 +124,11 @@ def test_recompilation(monkeypatch):
   assert results["train_steps"] == 7
   assert results["compiled_before_third_step"] > 0
   assert results["compiled_after_third_step"] >= len(results["late_programs"])
+
+
+def test_a_run_that_ended_early_says_nothing_about_recompilation(monkeypatch):
+  ended = loop.Result(state=None, step=1, interrupted=True, evaluation=None)
+  monkeypatch.setattr(recompilation.sft, "sft", lambda run, workdir: None)
+  monkeypatch.setattr(recompilation.loop, "train", lambda run, workdir: ended)
+  with pytest.raises(RuntimeError, match="1 train steps of 6"):
+    recompilation.recompilation(QUICK)

@@ -31,3 +31,7 @@ def test_every_override_it_mentions_is_a_field():
   known = {path for path, _, _ in config_tree.leaves(get_config())}
   mentioned = set(re.findall(r"--config\.([a-z_.]+)=", README))
   assert mentioned and mentioned <= known
+
+
+def test_no_placeholder_is_left():
+  assert not re.findall(r"\b(?:TODO|TBD|[A-Z]+_FIGURES)\b", README)

@@ -2,57 +2,20 @@
 
 from __future__ import annotations
 
-from sao_jax.config import (
-  AlgorithmConfig,
-  EvaluationConfig,
-  ModelConfig,
-  OptimizerConfig,
-  RolloutConfig,
-  RunConfig,
-  SamplerConfig,
-  SFTConfig,
-  TrainingConfig,
-  ValuePretrainingConfig,
-)
+import dataclasses
+
+from configs import calculator
+from sao_jax.config import RunConfig
 from sao_jax.environments.reasoning_gym import ReasoningGym
 
 
 def get_config() -> RunConfig:
   """Any reasoning-gym task goes here by name; a success is the full reward of the task's own scorer."""
-  return RunConfig(
+  base = calculator.get_config()
+  return dataclasses.replace(
+    base,
     name="reasoning_gym",
     environment=ReasoningGym("spell_backward", {"min_word_len": 3, "max_word_len": 4}),
-    model=ModelConfig(
-      num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=4, d_ff_expert=64
-    ),
-    algorithm=AlgorithmConfig(whiten_advantages=False),  # the critic is pretrained
-    policy_optimizer=OptimizerConfig(learning_rate=3e-4),
-    critic_optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0, warmup_steps=10),
-    sampler=SamplerConfig(
-      num_slots=64,
-      context_length=96,
-      decode_steps=4,
-      decode_batch=16,
-      prefill_buckets=(64,),
-      prefill_batch=4,
-      window_buckets=(96,),
-    ),
-    rollout=RolloutConfig(
-      batch_size=64,
-      admission_staleness=2,
-      max_staleness=8,
-      max_turns=1,
-      max_tokens=12,
-      max_tokens_per_turn=12,
-      row_lengths=(96,),
-      row_counts=(64,),
-    ),
-    sft=SFTConfig(
-      steps=800, batch_size=64, optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.0, warmup_steps=50)
-    ),
-    value_pretraining=ValuePretrainingConfig(
-      min_steps=30, max_steps=30, optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0)
-    ),
-    evaluation=EvaluationConfig(every=50, prompts=500),
-    training=TrainingConfig(steps=150, checkpoint_every=50),
+    sampler=dataclasses.replace(base.sampler, prefill_buckets=(64,)),
+    rollout=dataclasses.replace(base.rollout, max_turns=1, max_tokens=12, max_tokens_per_turn=12),
   )

@@ -1,4 +1,4 @@
-"""A fake engine: the slots of the real one, with a hash of everything a slot holds in place of a model."""
+"""A fake engine: the slots of the real one, with a hash of everything a slot holds in place of a model; a driver."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 
 from sao_jax.config import SamplerConfig
 from sao_jax.sampler.prefill import Extension
+from sao_jax.sampler.requests import GenerateRequest
+from sao_jax.sampler.scheduler import Scheduler
 
 VOCAB = 97
 
@@ -101,3 +103,37 @@ class FakeEngine:
     del params
     self.version = version
     self.log.append(("publish", version))
+
+
+def make(num_slots=2, context_length=64, decode_steps=4, decode_batch=16, kv_after_publish="keep", **kwargs):
+  config = SamplerConfig(
+    num_slots=num_slots,
+    context_length=context_length,
+    decode_steps=decode_steps,
+    decode_batch=decode_batch,
+    kv_after_publish=kv_after_publish,
+  )
+  engine = FakeEngine(config)
+  return engine, Scheduler(engine, **kwargs)
+
+
+def request(session=0, tokens=(1, 2, 3), max_tokens=5, rollout=None, **kwargs):
+  rollout = session if rollout is None else rollout
+  return GenerateRequest(session, rollout, tuple(tokens), max_tokens, **kwargs)
+
+
+def drain(scheduler, limit=1000):
+  for _ in range(limit):
+    if not scheduler.tick():
+      return
+  raise AssertionError("the scheduler never came to rest")
+
+
+def generate(scheduler, req):
+  results = []
+  scheduler.submit(req, results.append)
+  drain(scheduler)
+  assert len(results) == 1
+  if isinstance(results[0], BaseException):
+    raise results[0]
+  return results[0]

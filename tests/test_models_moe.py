@@ -147,3 +147,15 @@ def test_implementation_by_platform():
   assert choose_implementation("auto") == "blocked"
   with pytest.raises(ConfigError, match="moe_implementation"):
     choose_implementation("dense")
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_fewer_rows_than_groups(num_rows):
+  """One slot that decodes with more experts than it chooses."""
+  rng = np.random.default_rng(0)
+  rows = jnp.asarray(rng.standard_normal((num_rows, D)), jnp.float32)
+  weights = jnp.asarray(rng.standard_normal((8, D, F)), jnp.float32)
+  sizes = np.zeros(8, np.int32)
+  sizes[5] = num_rows
+  out = grouped_map(lambda weight, rows: jnp.dot(rows, weight), weights, rows, jnp.asarray(sizes))
+  np.testing.assert_allclose(out, np.asarray(rows) @ np.asarray(weights[5]), rtol=1e-5)

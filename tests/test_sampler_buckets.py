@@ -20,7 +20,7 @@ def test_defaults():
   assert buckets.window_buckets(config) == (64, 128, 256, 300)
   assert buckets.prefix_windows(config) == (128, 300)
   assert buckets.prefill_buckets(config) == (16, 64, 256)
-  assert buckets.decode_batches(config) == (4, 16)
+  assert buckets.decode_batches(config) == (8, 32)
   assert buckets.prefill_batches(config) == (1, 2, 8)
 
 
@@ -31,7 +31,7 @@ def test_small_and_given_sizes():
   assert buckets.prefill_buckets(config) == (16, 40)
   assert buckets.decode_batches(config) == (3,)
   assert buckets.prefill_batches(config) == (1,)
-  assert buckets.decode_batches(dataclasses.replace(config, num_slots=70)) == (4, 17, 70)
+  assert buckets.decode_batches(dataclasses.replace(config, num_slots=70)) == (8, 17, 70)
 
 
 def test_smallest_bucket():

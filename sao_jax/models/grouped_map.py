@@ -35,7 +35,7 @@ def grouped_map(
 
 def _tile_rows(num_rows: int, num_groups: int) -> int:
   """Rows per tile: about an average group, so that small batches waste little; 64 measured best for large ones."""
-  return min(64, max(8, 1 << (num_rows // num_groups).bit_length() - 1))
+  return min(64, max(8, 1 << max(num_rows // num_groups, 1).bit_length() - 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

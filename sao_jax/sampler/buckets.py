@@ -38,7 +38,7 @@ def prefix_windows(config: SamplerConfig) -> tuple[int, ...]:
 
 def decode_batches(config: SamplerConfig) -> tuple[int, ...]:
   """Numbers of slots that decode compiles for, ascending: the largest, and quarters of it for the end of a run."""
-  return _quarters(min(config.decode_batch, config.num_slots), smallest=4)
+  return _quarters(min(config.decode_batch, config.num_slots), smallest=8)
 
 
 def prefill_batches(config: SamplerConfig) -> tuple[int, ...]:

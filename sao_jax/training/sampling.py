@@ -19,4 +19,5 @@ def make_service(
   devices = devices or place(config).sampler
   mesh = make_sampler_mesh(config, devices)
   engine = Engine(params, config.model, config.sampler, seed=seed, version=version, mesh=mesh)
+  engine.warm_up(prefixes=config.rollout.max_turns > 1)  # so that nothing compiles in the middle of a run
   return SamplerService(Scheduler(engine))

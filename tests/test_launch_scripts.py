@@ -26,12 +26,22 @@ def test_an_interrupt_ends_the_script_with_the_program(tmp_path):
   )
   program.chmod(0o755)
   script = f'set -euo pipefail\npython="{program}"\nworkdir={tmp_path}\n{trap}\n{loop}\n'
-  process = subprocess.Popen(["bash", "-c", script], start_new_session=True, stdout=subprocess.DEVNULL)
+  process = subprocess.Popen(
+    ["bash", "-c", script],
+    start_new_session=True,
+    stdout=subprocess.DEVNULL,
+    # Tests that run in the background inherit an ignored SIGINT, which bash cannot trap.
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+  )
   started = tmp_path / "started"
   deadline = time.monotonic() + 30
   while not started.exists() and time.monotonic() < deadline:
     time.sleep(0.05)
   time.sleep(0.3)
   os.killpg(process.pid, signal.SIGINT)
-  assert process.wait(timeout=30) == 130
+  try:
+    assert process.wait(timeout=30) == 130
+  finally:
+    if process.poll() is None:
+      os.killpg(process.pid, signal.SIGKILL)
   assert started.read_text().split() == ["launch.sft"]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 
 import pytest
+import training_toy
 from absl import logging
 
 from sao_jax.config import AlgorithmConfig, ModelConfig, RunConfig
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.errors import ConfigError
 from sao_jax.training import config_bounds, config_tree
-from sao_jax.training.validation import RULES, check_prompt_length, validate
+from sao_jax.training.episodes import check_prompts
+from sao_jax.training.validation import RULES, validate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,10 +234,27 @@ def test_values_of_the_wrong_type(config, field, problem):
 
 
 def test_a_prompt_that_fills_the_context():
-  check_prompt_length(255, VALID)
-  with pytest.raises(ConfigError, match="a prompt of 256 tokens does not fit") as error:
-    check_prompt_length(256, VALID)
-  assert error.value.field == "sampler.context_length" and "above 256" in error.value.remedy
+  """The toy's prompts have two tokens."""
+  config = training_toy.get_config()
+  check_prompts(training_toy.replace(config, sampler={"context_length": 3}))
+  with pytest.raises(ConfigError, match="has 2 tokens, which leaves no room") as error:
+    check_prompts(training_toy.replace(config, sampler={"context_length": 2}))
+  assert error.value.field == "sampler.context_length" and "above 2" in error.value.remedy
+
+
+def test_an_environment_that_fails_or_hangs_does_not_stop_the_check_of_prompts():
+  class Broken(training_toy.ParityEpisode):
+    async def reset(self, prompt):
+      if prompt.data["number"] % 2:
+        await asyncio.sleep(60)
+      raise OSError("no server")
+
+  @dataclasses.dataclass(frozen=True)
+  class Spec(training_toy.Parity):
+    make = staticmethod(lambda tokenizer: Broken())
+
+  config = dataclasses.replace(training_toy.get_config(), environment=Spec())
+  check_prompts(training_toy.replace(config, rollout={"environment_timeout": 0.01}))
 
 
 def test_dropping_tighter_than_admission_is_hinted_at(monkeypatch):

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from sao_jax.config import RolloutConfig
 from sao_jax.environments.base import (
   Environment,
   EnvironmentFailure,
@@ -50,6 +51,11 @@ class EpisodeLimits:
   max_tokens_per_turn: int
   context_length: int
   vocab_size: int
+
+  @classmethod
+  def of(cls, config: RolloutConfig, *, context_length: int, vocab_size: int) -> EpisodeLimits:
+    """The limits that a rollout configuration sets, in a context of `context_length` tokens."""
+    return cls(config.max_turns, config.max_tokens, config.max_tokens_per_turn, context_length, vocab_size)
 
   def turn_cap(self, builder: TrajectoryBuilder) -> int:
     """Tokens that the next action may have: whatever is least of turn cap, budget left and context left."""

@@ -86,13 +86,7 @@ class RolloutLoop:
     self._admission = buffer.admission
     self._sampler, self._max_in_flight = sampler, max_in_flight
     self._max_consecutive_failures = config.max_consecutive_failures
-    limits = EpisodeLimits(
-      max_turns=config.max_turns,
-      max_tokens=config.max_tokens,
-      max_tokens_per_turn=config.max_tokens_per_turn,
-      context_length=context_length,
-      vocab_size=vocab_size,
-    )
+    limits = EpisodeLimits.of(config, context_length=context_length, vocab_size=vocab_size)
     self._progress = Progress()
     self._runner = EpisodeRunner(
       make_environment,

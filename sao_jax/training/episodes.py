@@ -12,7 +12,7 @@ from absl import logging
 
 from sao_jax.config import RunConfig
 from sao_jax.environments.base import EnvironmentFailure, Prompt
-from sao_jax.rollout.episode import EpisodeLimits
+from sao_jax.rollout.episode import EpisodeLimits, within
 from sao_jax.rollout.failures import BadEvidence, PromptTooLong
 from sao_jax.rollout.intake import Rollout
 from sao_jax.rollout.runner import EpisodeRunner
@@ -23,18 +23,6 @@ from sao_jax.types import Trajectory
 T = TypeVar("T")
 
 CHECKED_PROMPTS = 16
-
-
-def episode_limits(config: RunConfig) -> EpisodeLimits:
-  """What cuts an episode under this configuration."""
-  rollout = config.rollout
-  return EpisodeLimits(
-    max_turns=rollout.max_turns,
-    max_tokens=rollout.max_tokens,
-    max_tokens_per_turn=rollout.max_tokens_per_turn,
-    context_length=config.sampler.context_length,
-    vocab_size=config.model.vocab_size,
-  )
 
 
 def run_episodes(
@@ -69,7 +57,7 @@ async def _run_all(
   runner = EpisodeRunner(
     lambda: config.environment.make(tokenizer),
     service,
-    episode_limits(config),
+    EpisodeLimits.of(config.rollout, context_length=config.sampler.context_length, vocab_size=config.model.vocab_size),
     temperature=temperature,
     timeout=config.rollout.environment_timeout,
     retries=config.rollout.environment_retries,
@@ -106,10 +94,14 @@ def check_prompts(config: RunConfig) -> None:
   async def check(split: str, seed: int) -> None:
     source = config.environment.prompts(tokenizer, split, seed)
     for index in range(min(CHECKED_PROMPTS, len(source))):
-      environment = config.environment.make(tokenizer)
       prompt = source[index]
-      length = len(await environment.reset(prompt))
-      await environment.close()
+      try:
+        environment = config.environment.make(tokenizer)
+        length = len(await within(config.rollout.environment_timeout, environment.reset(prompt)))
+        await within(config.rollout.environment_timeout, environment.close())
+      except Exception as failure:  # the run itself retries, counts and in the end reports failures
+        logging.warning("prompt %s could not be checked: %r", tuple(prompt.key), failure)
+        continue
       if length >= config.sampler.context_length:
         raise PromptTooLong(length, config.sampler.context_length, str(tuple(prompt.key)))
 

@@ -122,7 +122,9 @@ class _Run:
     with (
       MetricsWriter(self.workdir, phase.name, restored_step=step or None) as writer,
       Progress(phase.name, total=phase.steps, start=step) as progress,
-      make_service(config, published, seed=phases.sampler_seed(config, phase.name), version=version) as service,
+      make_service(
+        config, published, seed=phases.sampler_seed(config, phase.name), version=version, warm_up=True
+      ) as service,
     ):
       if config.training.audit:
         self.audit(service, state)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sao_jax.config import RunConfig
 from sao_jax.sampler.engine import Engine
 from sao_jax.sampler.scheduler import Scheduler
@@ -13,11 +11,14 @@ from sao_jax.types import PyTree
 
 
 def make_service(
-  config: RunConfig, params: PyTree, *, seed: int, version: int = 0, devices: Any = None
+  config: RunConfig, params: PyTree, *, seed: int, version: int = 0, warm_up: bool = False
 ) -> SamplerService:
-  """A sampler service (not started) that holds `params`, the sampler's own copy, as policy version `version`."""
-  devices = devices or place(config).sampler
-  mesh = make_sampler_mesh(config, devices)
+  """A sampler service (not started) that holds `params`, the sampler's own copy, as policy version `version`.
+
+  `warm_up` compiles all its programs now, so that none compiles in the middle of a long run.
+  """
+  mesh = make_sampler_mesh(config, place(config).sampler)
   engine = Engine(params, config.model, config.sampler, seed=seed, version=version, mesh=mesh)
-  engine.warm_up(prefixes=config.rollout.max_turns > 1)  # so that nothing compiles in the middle of a run
+  if warm_up:
+    engine.warm_up(prefixes=config.rollout.max_turns > 1)
   return SamplerService(Scheduler(engine))

@@ -47,16 +47,6 @@ def validate(config: RunConfig, *, training: bool) -> None:
     logging.warning("%s", hint)
 
 
-def check_prompt_length(num_tokens: int, config: RunConfig) -> None:
-  """Raises ConfigError for a prompt that leaves no room in the context for a single sampled token."""
-  if num_tokens >= config.sampler.context_length:
-    raise ConfigError(
-      "sampler.context_length",
-      f"a prompt of {num_tokens} tokens does not fit into a context of {config.sampler.context_length} with an answer.",
-      f"Raise sampler.context_length (and the largest rollout.row_lengths) above {num_tokens}, or shorten the prompts.",
-    )
-
-
 def _environment(config: RunConfig) -> str | None:
   environment = config.environment
   frozen = config_tree.is_section(environment) and type(environment).__dataclass_params__.frozen

@@ -84,11 +84,12 @@ def plateaued(config: RunConfig, explained_variance: Sequence[float]) -> bool:
   return bool(np.nanmean(recent) - np.nanmean(before) < settings.plateau_gain)
 
 
-def _holds_checkpoint(directory: pathlib.Path) -> bool:
+def _latest_step(directory: pathlib.Path) -> int | None:
+  """The newest checkpoint's step; None without one."""
   if not directory.is_dir():
-    return False
+    return None
   with Checkpointer(directory) as checkpointer:
-    return checkpointer.latest_step() is not None
+    return checkpointer.latest_step()
 
 
 def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, earlier: Sequence[str]) -> PyTree:
@@ -97,7 +98,7 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
   if config.model.checkpoint:
     folders.append(pathlib.Path(config.model.checkpoint))
   for folder in folders:
-    if _holds_checkpoint(folder) or folder == pathlib.Path(config.model.checkpoint):
+    if _latest_step(folder) is not None or folder == pathlib.Path(config.model.checkpoint):
       logging.info("The policy starts from %s.", folder)
       return load_params(folder, "policy", sharded_specs(learner.policy_specs, learner.mesh))
   logging.info("The policy starts from random parameters (seed %d).", config.training.seed)
@@ -105,11 +106,9 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
 
 
 def _warn_of_unfinished(config: RunConfig, workdir: pathlib.Path) -> None:
-  if _holds_checkpoint(workdir / SFT):
-    with Checkpointer(workdir / SFT) as checkpointer:
-      step = checkpointer.latest_step()
-    if step < config.sft.steps:
-      logging.warning("SFT stopped at step %d of %d: run launch.sft again to finish it.", step, config.sft.steps)
+  step = _latest_step(workdir / SFT)
+  if step is not None and step < config.sft.steps:
+    logging.warning("SFT stopped at step %d of %d: run launch.sft again to finish it.", step, config.sft.steps)
 
 
 def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: Phase) -> TrainState:
@@ -118,7 +117,7 @@ def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, ph
   policy = initial_policy(config, learner, workdir, earlier)
   _warn_of_unfinished(config, workdir)
   num_outputs = learner.value_specs["value_head"].shape[-1]
-  if phase.name == TRAIN and _holds_checkpoint(workdir / VALUE_PRETRAINING):
+  if phase.name == TRAIN and _latest_step(workdir / VALUE_PRETRAINING) is not None:
     critic = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(learner.value_specs, learner.mesh))
   else:
     if phase.name == TRAIN:
@@ -146,9 +145,8 @@ def latest_policy(
   """
   abstract = sharded_specs(learner.policy_specs, learner.mesh)
   for name in (phase,) if phase else (TRAIN, SFT):
-    if _holds_checkpoint(workdir / name):
-      with Checkpointer(workdir / name) as checkpointer:
-        step = checkpointer.latest_step()
+    step = _latest_step(workdir / name)
+    if step is not None:
       version = reinforcement_learning(config).version(step) if name == TRAIN else 0
       return load_params(workdir / name, "policy", abstract, step=step), version, name
   raise ConfigError(

@@ -11,6 +11,18 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
+class YarnConfig:
+  """YaRN (arXiv 2309.00071): rotary frequencies stretched for contexts beyond those of pretraining."""
+
+  factor: float = 1.0  # by which positions are stretched; 1: off
+  original_positions: int = 32_768  # of pretraining
+  beta_fast: float = 32.0  # frequencies that turn more often than this within those positions stay
+  beta_slow: float = 1.0  # those that turn less often are divided by the factor; between, both are mixed
+  attention_factor: float = 0.0  # on cos and sin; 0: 0.1 ln(factor) + 1
+  truncate: bool = True  # the bounds of the mix are whole dimensions
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Shape of a decoder-only transformer; the value network shares it (with a scalar head).
 
@@ -30,16 +42,33 @@ class ModelConfig:
   d_ff_shared: int = 0  # width of the shared expert, 0: none
   num_dense_layers: int = 0
   renormalize_router: bool = True  # top-k router weights sum to one
+  router: str = "softmax"  # softmax | sigmoid: scores of experts; sigmoid chooses by score plus a correction bias
+  num_expert_groups: int = 1  # sigmoid only: experts in equal groups, of which a token may use the best few
+  num_groups_per_token: int = 1
+  routed_scaling: float = 1.0  # sigmoid only: factor on the weights of the chosen experts
   qk_norm: bool = True
+  attention_bias: bool = False  # of queries, keys and values
+  kv_lora_rank: int = 0  # width of a token's compressed keys and values: above 0, attention is latent (MLA)
+  q_lora_rank: int = 0  # of compressed queries; latent attention only, as the next three, which replace head_dim
+  qk_nope_head_dim: int = 0  # of queries and keys: the part that is not rotated
+  qk_rope_head_dim: int = 0  # and the part that is, one for the keys of all heads
+  v_head_dim: int = 0
+  index_topk: int = 0  # positions that a query may read, chosen by the indexer (DSA); 0: all; latent attention only
+  index_num_heads: int = 0
+  index_head_dim: int = 0
+  indexer_types: tuple[str, ...] = ()  # full | shared for every layer: shared ones read what the last full one chose
   tie_embeddings: bool = False
   rope_theta: float = 10_000.0
+  rotary_fraction: float = 1.0  # of the head dimensions: the first ones are rotated, the rest is not
+  yarn: YarnConfig = YarnConfig()
+  max_positions: int = 32_768  # the longest context that the model is meant for
   rms_norm_eps: float = 1e-6
   initializer_range: float = 0.02
   dtype: str = "float32"  # of activations and matmuls; norms, router, softmax and log-probs are always fp32
   param_dtype: str = "float32"
   remat: str = "none"  # none | full | dots: what the backward pass recomputes
   moe_implementation: str = "auto"  # auto | blocked | megablox | ragged_dot
-  checkpoint: str = ""  # a sao_jax checkpoint directory to start from; empty: random initialisation
+  checkpoint: str = ""  # checkpoints of a run, or a Hugging Face folder, to start from; empty: random initialisation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +89,7 @@ class AlgorithmConfig:
   freeze_embeddings: bool = False
   value_clip: float = 0.0  # PPO value clip range, 0: off
   value_head: str = "scalar"  # scalar | hl_gauss
+  value_head_initializer: str = "zeros"  # zeros: V = 0 | normal: N(0, model.initializer_range)
   value_bins: int = 51  # hl_gauss only
   value_min: float = 0.0
   value_max: float = 1.0
@@ -115,6 +145,9 @@ class RolloutConfig:
   max_consecutive_failures: int = 20  # of the environment, before the run stops with its name
   row_lengths: tuple[int, ...] = (128, 256)  # packed row lengths T; the smallest that holds the longest trajectory
   row_counts: tuple[int, ...] = (32, 64, 128)  # numbers of packed rows B
+  max_in_flight: int = 0  # episodes at the same time; 0: the sampler's slots. Beyond them, idle ones are parked
+  deterministic: bool = False  # rollouts in rounds, each under one version: a run that can be repeated bit for bit
+  record: bool = False  # keep what every train step consumed, for launch.replay; deterministic runs always do
   placement: str = "shared"  # shared | split
   sampler_devices: int = 0  # split only: how many local devices sample
 

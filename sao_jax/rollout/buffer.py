@@ -17,7 +17,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.rollout.admission import AdmissionControl, Place
 from sao_jax.rollout.evidence import check_trajectory
 from sao_jax.rollout.failures import Outcome
-from sao_jax.rollout.staleness import is_stale, mask_over_age, token_lags
+from sao_jax.rollout.staleness import is_stale, mask_over_age, mask_truncated, token_lags
 from sao_jax.rollout.statistics import RolloutStatistics
 from sao_jax.types import Trajectory
 
@@ -29,6 +29,13 @@ class _Batch:
   original: list[Trajectory]
   used: list[Trajectory]
   version: int
+
+
+def _outcome(used: Trajectory) -> tuple[Outcome, str]:
+  """What a trajectory has become that a train step was given, and why."""
+  if used.num_trained == used.num_sampled:
+    return Outcome.TRAINED, ""
+  return Outcome.MASKED, "over-age tokens" if used.num_trained else "all tokens"
 
 
 class TrajectoryBuffer:
@@ -46,15 +53,23 @@ class TrajectoryBuffer:
     *,
     max_staleness: int,
     staleness: str = "drop",
+    train_truncated: bool = True,
     version: int = 0,
+    make_batch: Callable[[list[Trajectory]], Any] = list,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """`max_staleness` is tau in policy versions, -1 for no bound; `staleness` is "drop" or "mask"."""
+    """`make_batch` makes of its trajectories what `take` returns: in training, rows packed and sharded over the mesh.
+
+    `max_staleness` is tau in policy versions, -1 for no bound; `staleness` is "drop" or "mask".
+
+    Without `train_truncated` (`algorithm.truncation="mask"`), trajectories that were cut are handed out masked wholly.
+    """
     if staleness not in ("drop", "mask"):
       raise ConfigError("rollout.staleness", f"unknown choice {staleness!r}", 'choose "drop" or "mask"')
     self.admission, self.version = admission, version
     self.statistics = RolloutStatistics(clock)
     self._max_staleness, self._staleness, self._clock = max_staleness, staleness, clock
+    self._train_truncated, self._make_batch = train_truncated, make_batch
     self._changed = threading.Condition(admission.lock)
     self._queue: collections.deque[Trajectory] = collections.deque()
     self._training: collections.deque[_Batch] = collections.deque()
@@ -83,7 +98,7 @@ class TrajectoryBuffer:
       self._changed.notify_all()
       return True
 
-  def take(self, batch_size: int, version: int, timeout: float | None = None) -> list[Trajectory]:
+  def take(self, batch_size: int, version: int, timeout: float | None = None) -> Any:
     """Waits for the `batch_size` trajectories that finished first and may be trained on at `version`.
 
     They stay "in training", and hold their capacity, until `batch_done`.
@@ -94,7 +109,7 @@ class TrajectoryBuffer:
       timeout: seconds to wait; None for as long as it takes.
 
     Returns:
-      The trajectories in the order of their rollout ids.
+      What `make_batch` makes of the trajectories, which it gets in the order of their rollout ids.
 
     Raises:
       TimeoutError: too few came in time.
@@ -118,11 +133,11 @@ class TrajectoryBuffer:
           f"{len(self._queue)} of {batch_size} trajectories after {timeout} s: {self.admission.counters()}"
         )
       original = sorted((self._queue.popleft() for _ in range(batch_size)), key=lambda t: t.rollout_id)
-      used = [mask_over_age(trajectory, version, self._max_staleness) for trajectory in original]
+      used = [self._mask(trajectory, version) for trajectory in original]
       self._check_lags(used, version)
       self.admission.move(Place.BUFFERED, Place.IN_TRAINING, batch_size)
       self._training.append(_Batch(original, used, version))
-      return used
+    return self._make_batch(used)  # not under the lock: the rollout side goes on
 
   def batch_done(self, version: int) -> None:
     """The oldest batch in training is trained on, and the parameters that it led to are published as `version`."""
@@ -130,18 +145,26 @@ class TrajectoryBuffer:
       if not self._training:
         raise RuntimeError("no batch is in training")
       batch = self._training.popleft()
-      masked_tokens = [original.num_sampled - used.num_sampled for original, used in zip(batch.original, batch.used)]
-      for used, masked in zip(batch.used, masked_tokens):
-        self.statistics.used(used, batch.version, masked)
-      masked = sum(count > 0 for count in masked_tokens)
+      for used in batch.used:
+        self.statistics.used(used, batch.version, used.num_sampled - used.num_trained)
       self._advance(version)
-      self.admission.settle(Place.IN_TRAINING, Outcome.MASKED, count=masked)
-      self.admission.settle(Place.IN_TRAINING, Outcome.TRAINED, count=len(batch.used) - masked)
+      for (outcome, reason), count in collections.Counter(map(_outcome, batch.used)).items():
+        self.admission.settle(Place.IN_TRAINING, outcome, reason, count)
 
   def set_version(self, version: int) -> None:
     """A new version was published without a batch (after a restore, for example)."""
     with self._changed:
       self._advance(version)
+
+  def sort(self) -> None:
+    """Puts the contents in the order of their rollout ids, where the order of completion is left to chance."""
+    with self._changed:
+      self._queue = collections.deque(sorted(self._queue, key=lambda trajectory: trajectory.rollout_id))
+
+  def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+    """Waits for a condition on what the buffer and its admission control hold; False after `timeout` seconds."""
+    with self._changed:
+      return self._changed.wait_for(condition, timeout)
 
   def fail(self, error: BaseException) -> None:
     """From now on every `take` raises `error`; the first one stays."""
@@ -193,11 +216,15 @@ class TrajectoryBuffer:
   def _is_stale(self, trajectory: Trajectory) -> bool:
     return is_stale(trajectory, self.version, self._max_staleness, self._staleness)
 
+  def _mask(self, trajectory: Trajectory, version: int) -> Trajectory:
+    trajectory = mask_over_age(trajectory, version, self._max_staleness)
+    return trajectory if self._train_truncated else mask_truncated(trajectory)
+
   def _drop(self, trajectory: Trajectory, place: Place) -> None:
     self.statistics.dropped(trajectory)
     self.admission.settle(place, Outcome.DROPPED_STALE, f"older than {self._max_staleness} versions")
 
   def _check_lags(self, trajectories: list[Trajectory], version: int) -> None:
-    lags = [int(token_lags(trajectory, version).max()) for trajectory in trajectories]
+    lags = [int(token_lags(trajectory, version).max(initial=0)) for trajectory in trajectories]
     if 0 <= self._max_staleness < max(lags):
       raise RuntimeError(f"a token of lag {max(lags)} escaped the bound of {self._max_staleness}")

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,13 +38,23 @@ from sao_jax.rollout.failures import (
   reason_of,
 )
 from sao_jax.rollout.intake import PromptStream, Rollout, RolloutIntake
+from sao_jax.rollout.lockstep import LockStep
 from sao_jax.rollout.runner import EpisodeRunner, Sampler
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
 from sao_jax.rollout.watchdog import Progress, Watchdog, describe_tasks, describe_thread
+from sao_jax.types import Trajectory
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT = 0.05  # seconds between two looks of the event loop at the clock
+
+
+class _Snapshot(NamedTuple):
+  """The state of a loop at one instant, not yet copied."""
+
+  intake: dict[str, Any]
+  buffer: dict[str, Any]
+  trajectories: list[Trajectory]
 
 
 class RolloutLoop:
@@ -84,13 +94,16 @@ class RolloutLoop:
     self.error: BaseException | None = None
     self.buffer = buffer
     self._admission = buffer.admission
-    self._sampler, self._max_in_flight = sampler, max_in_flight
+    self._lockstep = LockStep(sampler) if config.deterministic else None
+    self._settled = 0  # trajectories in the buffer at the last calm, less those taken since
+    self._boundary: _Snapshot | None = None  # deterministic runs are saved as they were at the last version
+    self._sampler, self._max_in_flight = self._lockstep or sampler, max_in_flight
     self._max_consecutive_failures = config.max_consecutive_failures
     limits = EpisodeLimits.of(config, context_length=context_length, vocab_size=vocab_size)
     self._progress = Progress()
     self._runner = EpisodeRunner(
       make_environment,
-      sampler,
+      self._sampler,
       limits,
       temperature=temperature,
       timeout=config.environment_timeout,
@@ -110,6 +123,8 @@ class RolloutLoop:
 
   def start(self) -> None:
     """Starts rolling out."""
+    if self._lockstep is not None:
+      self._boundary = self._snapshot()
     self._progress.beat()
     self._thread.start()
     self._watchdog.start()
@@ -141,7 +156,35 @@ class RolloutLoop:
         self.buffer.batch_done(version)
       else:
         self.buffer.set_version(version)
+      if self._lockstep is not None:  # nothing is in flight, and under the lock nothing can start
+        self._boundary = self._snapshot()
     self._wake()
+
+  def take(self, batch_size: int, version: int, timeout: float | None = None) -> Any:
+    """`TrajectoryBuffer.take`; in a deterministic run of what was there at the last calm, see `settle`."""
+    if self._lockstep is not None and self._settled < batch_size:
+      self.settle(timeout)
+    batch = self.buffer.take(batch_size, version, timeout)
+    self._settled -= batch_size
+    return batch
+
+  def settle(self, timeout: float | None = None) -> None:
+    """Waits until every rollout that may be under way has ended: the calm between two versions of a deterministic run.
+
+    What is buffered then is put in the order of rollout ids: timing has left no trace.
+
+    Raises:
+      TimeoutError: not within `timeout` seconds.
+      Exception: what stopped the loop, as itself.
+    """
+    idle = lambda: (
+      not self._admission.count(Place.IN_FLIGHT) and (self._admission.capacity < 1 or self._intake.exhausted)
+    )
+    if not self.buffer.wait_for(lambda: self.error is not None or idle(), timeout):
+      raise TimeoutError(f"rollouts are under way after {timeout} s: {self._admission.counters()}")
+    self.check()
+    self.buffer.sort()
+    self._settled = len(self.buffer)
 
   def stats(self) -> dict[str, Any]:
     """Counters by place, outcome and reason, statistics of the run, the largest event-loop gap since the last call.
@@ -160,20 +203,24 @@ class RolloutLoop:
 
     What is in flight, or was when the loop stopped, is saved as prompts, to be rolled out again under the same rollout
     ids; what is in training is saved as buffered. So it belongs with the parameters of the last version that
-    `on_version` was told.
+    `on_version` was told. A deterministic run is saved as it was at that moment, with nothing in flight.
     """
     with self._admission.lock:
-      intake = self._intake.state_dict()
-      buffer, trajectories = self.buffer.snapshot()
+      snapshot = self._boundary or self._snapshot()
     # Outside the lock: copying a large buffer must not hold up the event loop.
-    records, arrays = trajectories_to_state(trajectories)
-    return {"intake": intake, "buffer": buffer, "trajectories": records}, arrays
+    records, arrays = trajectories_to_state(snapshot.trajectories)
+    return {"intake": snapshot.intake, "buffer": snapshot.buffer, "trajectories": records}, arrays
 
   def load_state_dict(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     """Goes on from a saved state; call it before `start`."""
     with self._admission.lock:
       self._intake.load_state_dict(state["intake"])
       self.buffer.restore(state["buffer"], trajectories_from_state(state["trajectories"], arrays))
+      self._settled = len(self.buffer)
+
+  def _snapshot(self) -> _Snapshot:
+    """Under the lock; cheap."""
+    return _Snapshot(self._intake.state_dict(), *self.buffer.snapshot())
 
   # The rest runs in the loop's thread, except where it says otherwise.
 
@@ -182,6 +229,8 @@ class RolloutLoop:
     event_loop = asyncio.new_event_loop()
     try:
       event_loop.run_until_complete(self._main())
+    except BaseException as error:  # SystemExit in a task gets past _main
+      self._fail(error)
     finally:
       event_loop.close()
 
@@ -221,6 +270,8 @@ class RolloutLoop:
       task = asyncio.create_task(self._run(rollout), name=f"rollout {rollout.rollout_id}")
       self._tasks.add(task)
       task.add_done_callback(self._reap)
+      if self._lockstep is not None:
+        self._lockstep.enter()
     with self._admission.lock:
       self.buffer.statistics.occupy(len(self._tasks), self._max_in_flight)
     if self._intake.exhausted and not self._tasks:
@@ -252,7 +303,10 @@ class RolloutLoop:
         self._fail(task.exception())
       elif not self._stopping and self.error is None:
         self._fail(RuntimeError(f"{task.get_name()} was cancelled from outside the loop"))
-    self._wake()
+    if self._lockstep is not None and not self._stopping and self.error is None:
+      self._start_rollouts()  # what takes its place must be there before the next round begins
+      self._lockstep.leave()
+    self._awake.set()
 
   def _settle(self, rollout: Rollout, outcome: Outcome, reason: str, problem: Exception) -> None:
     name = rollout.prompt.key.environment
@@ -288,5 +342,5 @@ class RolloutLoop:
     elif self._progress.silence > self._watchdog_seconds:
       raise RolloutSilent(
         f"nothing has happened for {self._progress.silence:.0f} s\n{self._admission.counters()}\n"
-        f"{describe_tasks(self._tasks)}\nrollout thread:\n{describe_thread(self._thread)}"
+        f"{describe_tasks(asyncio.all_tasks(self._event_loop))}\nrollout thread:\n{describe_thread(self._thread)}"
       )

@@ -11,6 +11,7 @@ from sao_jax.types import PromptKey, Status, Trajectory
 TOKEN_FIELDS = {
   "token_ids": np.int32,
   "action_mask": np.bool_,
+  "trained": np.bool_,
   "behavior_logprobs": np.float32,
   "policy_version": np.int32,
 }
@@ -44,6 +45,7 @@ def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.
   for record in records:
     end = start + record["length"]
     tokens = {name: np.asarray(arrays[name][start:end], dtype=dtype) for name, dtype in TOKEN_FIELDS.items()}
+    trained = tokens.pop("trained")
     trajectories.append(
       Trajectory(
         **tokens,
@@ -53,6 +55,7 @@ def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.
         key=PromptKey(*record["key"]),
         rollout_id=record["rollout_id"],
         info=record["info"],
+        loss_mask=None if np.array_equal(trained, tokens["action_mask"]) else trained,
       )
     )
     start = end

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class Scheduler:
     self._engine, self._park_after = engine, park_after
     self._inbox: collections.deque[Callable[[], None]] = collections.deque()
     self._sessions: dict[int, Session] = {}
-    self._free = list(reversed(range(engine.config.num_slots)))
+    self._free = list(range(engine.config.num_slots))  # a heap: the lowest slot first, whatever was freed when
     self._ready: list[Session] = []  # turns that have their slot
     self._returning: collections.deque[Session] = collections.deque()  # parked, with a turn
     self._fresh: collections.deque[Session] = collections.deque()  # first turns
@@ -77,7 +78,16 @@ class Scheduler:
 
   def submit(self, request: GenerateRequest, on_done: OnDone) -> None:
     """Queues a turn. `on_done` is called once, by the thread that ticks, with a Completion or an exception."""
-    self._inbox.append(functools.partial(self._accept, request, on_done))
+    self.submit_all([(request, on_done)])
+
+  def submit_all(self, turns: Sequence[tuple[GenerateRequest, OnDone]]) -> None:
+    """Queues several turns as one: no tick sees some of them without the others."""
+
+    def accept() -> None:
+      for request, on_done in turns:
+        self._accept(request, on_done)
+
+    self._inbox.append(accept)
 
   def release(self, session_id: int) -> None:
     """Forgets a session and frees its slot; a running turn ends with `SessionReleasedError`."""
@@ -187,7 +197,7 @@ class Scheduler:
       if not self._free and not self._park_longest_idle():
         break
       session = (self._returning or self._fresh).popleft()
-      session.slot = self._free.pop()
+      session.slot = heapq.heappop(self._free)
       self._ready.append(session)
     self._extend(self._ready)
     self._decoding += self._ready
@@ -261,7 +271,7 @@ class Scheduler:
 
   def _free_slot(self, session: Session) -> None:
     if session.slot is not None:
-      self._free.append(session.slot)
+      heapq.heappush(self._free, session.slot)
       session.slot = None
 
 

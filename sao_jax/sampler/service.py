@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import itertools
 import threading
+from collections.abc import Sequence
 
 from sao_jax.parallel.params import Params
 from sao_jax.sampler.requests import Completion, GenerateRequest, ServiceStoppedError
 from sao_jax.sampler.scheduler import Scheduler
+from sao_jax.sampler.session import OnDone
 
 
 class SamplerService:
@@ -67,30 +70,44 @@ class SamplerService:
     Raises:
       BaseException: whatever ended the sampler.
     """
-    future: concurrent.futures.Future[Completion] = concurrent.futures.Future()
+    return self.submit_all([request])[0]
 
-    def on_done(result: Completion | BaseException) -> None:
-      with self._lock:
-        lane.running -= 1
-      if not future.set_running_or_notify_cancel():
-        return  # the caller has gone
-      if isinstance(result, BaseException):
-        future.set_exception(result)
-      else:
-        future.set_result(result)
+  def submit_all(self, requests: Sequence[GenerateRequest]) -> list[concurrent.futures.Future[Completion]]:
+    """Queues several turns as one: a scheduler sees all of its share, in this order, before it looks at any.
 
+    Raises:
+      BaseException: whatever ended the sampler.
+    """
+    futures: list[concurrent.futures.Future[Completion]] = [concurrent.futures.Future() for _ in requests]
+    shares: dict[_Lane, list[tuple[GenerateRequest, OnDone]]] = {}
     with self._lock:  # no request may slip in behind the failure of all the others
       if self._ended is not None:
         raise self._ended
-      lane = self._homes.get(request.session_id) or min(self._lanes, key=lambda lane: lane.running)
-      if request.keep_slot:
-        self._homes[request.session_id] = lane
-      else:
-        self._homes.pop(request.session_id, None)
-      lane.running += 1
-      lane.scheduler.submit(request, on_done)
-    lane.wake.set()
-    return future
+      for request, future in zip(requests, futures):
+        lane = self._homes.get(request.session_id) or min(self._lanes, key=lambda lane: lane.running)
+        if request.keep_slot:
+          self._homes[request.session_id] = lane
+        else:
+          self._homes.pop(request.session_id, None)
+        lane.running += 1
+        shares.setdefault(lane, []).append((request, functools.partial(self._answer, lane, future)))
+      for lane, share in shares.items():
+        lane.scheduler.submit_all(share)
+    for lane in shares:
+      lane.wake.set()
+    return futures
+
+  def _answer(
+    self, lane: _Lane, future: concurrent.futures.Future[Completion], result: Completion | BaseException
+  ) -> None:
+    with self._lock:
+      lane.running -= 1
+    if not future.set_running_or_notify_cancel():
+      return  # the caller has gone
+    if isinstance(result, BaseException):
+      future.set_exception(result)
+    else:
+      future.set_result(result)
 
   async def generate(self, request: GenerateRequest) -> Completion:
     """Samples one turn; a cancelled caller releases its session.

@@ -13,10 +13,11 @@ import numpy as np
 
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
-from sao_jax.rollout.packing import pack, shard_batch
 from sao_jax.sampler.service import SamplerService
+from sao_jax.training.batches import packed_batch
 from sao_jax.training.episodes import run_episodes
-from sao_jax.training.setup import Learner, rows_multiple
+from sao_jax.training.interrupt import Interrupt
+from sao_jax.training.setup import Learner
 from sao_jax.types import PyTree, TrajectoryBatch
 
 AUDITED_EPISODES = 8
@@ -35,7 +36,13 @@ class SamplerMismatch(ConfigError):
     )
 
 
-def audit_sampler(config: RunConfig, learner: Learner, service: SamplerService, params: PyTree) -> float:
+def audit_sampler(
+  config: RunConfig,
+  learner: Learner,
+  service: SamplerService,
+  params: PyTree,
+  interrupt: Interrupt | None = None,
+) -> float:
   """Samples a few held-out episodes and compares; see `compare`.
 
   Args:
@@ -43,16 +50,21 @@ def audit_sampler(config: RunConfig, learner: Learner, service: SamplerService, 
     learner: its static half.
     service: a started sampler that holds the published copy of `params`.
     params: the learner's policy parameters.
+    interrupt: ends it when the process is asked to stop.
+
+  Raises:
+    Interrupted: the process was asked to stop.
   """
   source = config.environment.prompts(config.environment.tokenizer(), "heldout", config.evaluation.seed)
   count = min(AUDITED_EPISODES, config.sampler.num_slots, len(source))
   prompts = [source[index] for index in range(count)]
-  trajectories, failures = run_episodes(config, service, prompts, temperature=config.sampler.temperature)
+  trajectories, failures = run_episodes(
+    config, service, prompts, temperature=config.sampler.temperature, interrupt=interrupt
+  )
   if failures:
     raise failures[0]
-  rollout = config.rollout
-  batch = pack(trajectories, rollout.row_lengths, rollout.row_counts, rows_multiple(learner))
-  return compare(learner.policy_apply, params, shard_batch(batch, learner.mesh), config.training.audit_tolerance)
+  batch = packed_batch(learner, trajectories)
+  return compare(learner.policy_apply, params, batch.rows, config.training.audit_tolerance)
 
 
 def compare(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch, tolerance: float) -> float:

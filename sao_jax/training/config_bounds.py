@@ -13,10 +13,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
   "model.dtype": _DTYPES,
   "model.param_dtype": _DTYPES,
   "model.remat": ("none", "full", "dots"),
+  "model.router": ("softmax", "sigmoid"),
   "model.moe_implementation": ("auto", "blocked", "megablox", "ragged_dot"),
   "algorithm.advantage_values": ("post", "pre"),
   "algorithm.truncation": ("zero", "bootstrap", "mask"),
   "algorithm.value_head": ("scalar", "hl_gauss"),
+  "algorithm.value_head_initializer": ("zeros", "normal"),
   "sampler.kv_after_publish": ("keep", "reprefill"),
   "sampler.cache_dtype": _DTYPES,
   "rollout.staleness": ("drop", "mask"),
@@ -27,7 +29,9 @@ _OPTIMIZERS = ("policy_optimizer", "critic_optimizer", "sft.optimizer", "value_p
 
 # The smallest allowed value of whole numbers, by section.
 _POSITIVE = {
-  "model": "vocab_size num_layers d_model num_heads num_kv_heads head_dim d_ff num_experts_per_token d_ff_expert",
+  "model": "vocab_size num_layers d_model num_heads num_kv_heads head_dim d_ff num_experts_per_token d_ff_expert "
+  "num_expert_groups num_groups_per_token max_positions",
+  "model.yarn": "original_positions",
   "algorithm": "logprob_chunk",
   "rollout": "batch_size max_turns max_tokens max_tokens_per_turn max_consecutive_failures",
   "sft": "batch_size",
@@ -36,9 +40,10 @@ _POSITIVE = {
   "training": "checkpoint_every keep_checkpoints log_every",
 }
 _NOT_NEGATIVE = {
-  "model": "num_experts d_ff_shared num_dense_layers",
+  "model": "num_experts d_ff_shared num_dense_layers kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim "
+  "v_head_dim index_topk index_num_heads index_head_dim",
   "algorithm": "critic_warmup_steps",
-  "rollout": "admission_staleness environment_retries",
+  "rollout": "admission_staleness environment_retries max_in_flight",
   "sft": "steps",
   "value_pretraining": "min_steps max_steps",
   "evaluation": "every seed",
@@ -54,6 +59,12 @@ MINIMA: dict[str, int] = {
 # Intervals of real numbers, in the usual notation.
 INTERVALS: dict[str, str] = {
   "model.rope_theta": "(0, inf)",
+  "model.rotary_fraction": "(0, 1]",
+  "model.routed_scaling": "(0, inf)",
+  "model.yarn.factor": "[1, inf)",
+  "model.yarn.beta_fast": "(0, inf)",
+  "model.yarn.beta_slow": "(0, inf)",
+  "model.yarn.attention_factor": "[0, inf)",
   "model.rms_norm_eps": "(0, inf)",
   "model.initializer_range": "(0, inf)",
   "sampler.temperature": "[0, inf)",

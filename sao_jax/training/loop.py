@@ -13,18 +13,19 @@ from typing import Any
 import jax
 from absl import logging
 
-from sao_jax.algorithm.train_step import make_train_step
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
-from sao_jax.rollout.packing import check_buckets, pack, shard_batch
+from sao_jax.rollout.packing import check_buckets
 from sao_jax.training import phases
 from sao_jax.training.audit import audit_sampler
 from sao_jax.training.checkpoint import Checkpointer
+from sao_jax.training.compilation import CompiledSteps
 from sao_jax.training.episodes import check_prompts, record_episode
 from sao_jax.training.evaluation import Evaluation, evaluate
-from sao_jax.training.interrupt import Interrupt
+from sao_jax.training.interrupt import Interrupt, Interrupted
 from sao_jax.training.metrics import DelayedFetch, MetricsWriter
 from sao_jax.training.progress import Progress
+from sao_jax.training.record import Record
 from sao_jax.training.rollouts import StepMetrics, make_rollout_loop, take
 from sao_jax.training.sampling import make_service
 from sao_jax.training.setup import Learner, abstract_state, make_learner, make_publisher, rows_multiple
@@ -98,27 +99,14 @@ class _Run:
     self.explained_variance: list[float] = []
     self.latest: dict[str, Any] = {}
 
-  def train_step(self, *, update_policy: bool):
-    """The jitted step on this run's mesh."""
-    learner = self.learner
-    return make_train_step(
-      self.config.algorithm,
-      learner.policy_apply,
-      learner.value_apply,
-      learner.policy_optimizer,
-      learner.value_optimizer,
-      frozen_value_paths=learner.frozen_paths,
-      update_policy=update_policy,
-      max_lag=max(8, self.config.rollout.max_staleness),
-      state_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state(learner)),
-    )
-
   def to_end(self, step: int, state: TrainState, host_state: dict[str, Any] | None) -> Result:
     """Trains from `step` to the end of the phase."""
     config, phase = self.config, self.phase
     published, version = self.publish(state.policy.params), phase.version(step)
+    deterministic = config.rollout.deterministic
+    record = Record(self.workdir, phase.name) if config.rollout.record or deterministic else None
+    train_step = CompiledSteps(self.learner, phase.kinds(step))
     evaluation = None
-    steps = {critic_only: self.train_step(update_policy=not critic_only) for critic_only in (True, False)}
     with (
       MetricsWriter(self.workdir, phase.name, restored_step=step or None) as writer,
       Progress(phase.name, total=phase.steps, start=step) as progress,
@@ -128,7 +116,7 @@ class _Run:
     ):
       if config.training.audit:
         self.audit(service, state)
-      rollouts = make_rollout_loop(config, service, phase.name, version)
+      rollouts = make_rollout_loop(self.learner, service, phase.name, version)
       if host_state is not None:
         rollouts.load_state_dict(*host_state["rollouts"])
         self.explained_variance = host_state["explained_variance"]
@@ -138,24 +126,29 @@ class _Run:
       try:
         delayed, step_metrics = DelayedFetch(), StepMetrics(rollouts)
         while step < phase.steps and not self.plateaued():
-          trajectories = take(rollouts, config.rollout.batch_size, version, self.interrupt)
-          if trajectories is None:
+          batch = take(rollouts, config.rollout.batch_size, version, self.interrupt)
+          if batch is None:
             break
-          critic_only = step < phase.critic_steps
-          state, metrics = steps[critic_only](state, self.pack(trajectories))
+          updates_policy = phase.updates_policy(step)
+          state, metrics = train_step(state, batch.rows, update_policy=updates_policy)
           step, version = step + 1, phase.version(step + 1)
-          metrics |= step_metrics.read(trajectories) | {"policy_version": version}
+          if record is not None:
+            record.write(step, batch.trajectories)
+          metrics |= step_metrics.read(batch.trajectories) | {"policy_version": version}
           self.log(delayed.push(step, metrics), writer, progress)
-          if not critic_only:
+          if updates_policy:
             # The sampler would stall on weights that are still being computed: it goes on with the old ones until then.
             published = jax.block_until_ready(self.publish(state.policy.params))
+          if deterministic:
+            rollouts.settle()  # what was begun under a version ends under it
+          if updates_policy:
             service.publish(published, version)
           rollouts.on_version(version)
-          if not critic_only and self.evaluates(version):
+          if updates_policy and self.evaluates(version):
             evaluation = self.evaluate(published, version, step, writer)
           if self.checkpointer.due(step):
             self.log(delayed.flush(), writer, progress)
-            record_episode(config, self.workdir, step, trajectories[0])
+            record_episode(config, self.workdir, step, batch.trajectories[0])
             self.save(step, state, rollouts)
         self.log(delayed.flush(), writer, progress)
       finally:
@@ -166,15 +159,12 @@ class _Run:
       logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
     return Result(state, step, self.interrupt.requested, evaluation)
 
-  def pack(self, trajectories):
-    """Packed rows on the learner's mesh."""
-    rollout, learner = self.config.rollout, self.learner
-    batch = pack(trajectories, rollout.row_lengths, rollout.row_counts, rows_multiple(learner))
-    return shard_batch(batch, learner.mesh)
-
   def audit(self, service, state: TrainState) -> None:
     """Refuses to train when sampler and learner disagree at lag 0."""
-    worst = audit_sampler(self.config, self.learner, service, state.policy.params)
+    try:
+      worst = audit_sampler(self.config, self.learner, service, state.policy.params, self.interrupt)
+    except Interrupted:
+      return  # nothing is trained any more
     logging.info("Audit: sampler and learner log-probs agree to %.2g at lag 0.", worst)
 
   def evaluates(self, version: int) -> bool:
@@ -182,9 +172,12 @@ class _Run:
     every, last = self.config.evaluation.every, self.phase.policy_steps
     return last > 0 and every > 0 and (version % every == 0 or version == last)
 
-  def evaluate(self, published, version: int, step: int, writer: MetricsWriter) -> Evaluation:
-    """Measures held-out success of the published weights; training waits, rollouts go on."""
-    evaluation = evaluate(self.config, published, version)
+  def evaluate(self, published, version: int, step: int, writer: MetricsWriter) -> Evaluation | None:
+    """Measures held-out success of the published weights; training waits, rollouts go on. None when interrupted."""
+    try:
+      evaluation = evaluate(self.config, published, version, self.interrupt)
+    except Interrupted:
+      return None
     writer.write(step, evaluation.metrics() | {"policy_version": version})
     for trajectory in evaluation.trajectories[:1]:
       record_episode(self.config, self.workdir, step, trajectory)

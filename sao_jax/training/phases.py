@@ -12,6 +12,8 @@ from absl import logging
 
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
+from sao_jax.models.hf_folder import is_hf_folder
+from sao_jax.models.hf_import import import_policy
 from sao_jax.models.value import value_params_from_policy
 from sao_jax.training.checkpoint import Checkpointer, load_params
 from sao_jax.training.setup import Learner, init_policy_params, make_state, sharded_specs
@@ -40,6 +42,14 @@ class Phase:
   def steps(self) -> int:
     """Train steps in all."""
     return self.critic_steps + self.policy_steps
+
+  def updates_policy(self, step: int) -> bool:
+    """Whether the train step after `step` steps is a full one."""
+    return step >= self.critic_steps
+
+  def kinds(self, step: int) -> frozenset[bool]:
+    """What `updates_policy` will be from `step` on."""
+    return frozenset(self.updates_policy(each) for each in (step, self.steps - 1) if step <= each)
 
   def version(self, step: int) -> int:
     """Policy version after `step` train steps: the number of policy updates among them."""
@@ -98,6 +108,8 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
   if config.model.checkpoint:
     folders.append(pathlib.Path(config.model.checkpoint))
   for folder in folders:
+    if is_hf_folder(folder):
+      return import_policy(folder, config.model, learner.mesh)
     if _latest_step(folder) is not None or folder == pathlib.Path(config.model.checkpoint):
       logging.info("The policy starts from %s.", folder)
       return load_params(folder, "policy", sharded_specs(learner.policy_specs, learner.mesh))
@@ -122,7 +134,8 @@ def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, ph
   else:
     if phase.name == TRAIN:
       logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")
-    critic = value_params_from_policy(policy, config.model, num_outputs)
+    key = jax.random.key(config.training.seed)
+    critic = value_params_from_policy(policy, config.model, num_outputs, config.algorithm.value_head_initializer, key)
   return make_state(learner, policy, critic)
 
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from sao_jax.config import RunConfig
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.parallel.process import data_process_count, data_process_index
-from sao_jax.rollout.admission import AdmissionControl
+from sao_jax.rollout.admission import AdmissionControl, Place
 from sao_jax.rollout.buffer import TrajectoryBuffer
+from sao_jax.rollout.failures import Outcome
 from sao_jax.rollout.loop import RolloutLoop
 from sao_jax.sampler.service import SamplerService
+from sao_jax.training.batches import Batch, packed_batch
 from sao_jax.training.interrupt import Interrupt
 from sao_jax.training.phases import prompt_seed
+from sao_jax.training.setup import Learner
 from sao_jax.types import Trajectory
 
 POLL = 0.5  # seconds between two looks at a requested interruption while the trainer waits for a batch
 
 
-def make_rollout_loop(config: RunConfig, service: SamplerService, phase: str, version: int) -> RolloutLoop:
-  """The asynchronous loop of this process, not started, on its share of the training prompts."""
+def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, version: int) -> RolloutLoop:
+  """The asynchronous loop of this process, not started, on its share of the training prompts.
+
+  Its buffer hands out packed rows on the learner's mesh, see `batches.Batch`.
+  """
+  config = learner.config
   rollout = config.rollout
   tokenizer = config.environment.tokenizer()
   source = config.environment.prompts(tokenizer, "train", config.training.seed)
@@ -32,7 +38,9 @@ def make_rollout_loop(config: RunConfig, service: SamplerService, phase: str, ve
     AdmissionControl(rollout.batch_size, rollout.admission_staleness),
     max_staleness=rollout.max_staleness,
     staleness=rollout.staleness,
+    train_truncated=config.algorithm.truncation != "mask",
     version=version,
+    make_batch=functools.partial(packed_batch, learner),
   )
   return RolloutLoop(
     lambda: config.environment.make(tokenizer),
@@ -42,18 +50,18 @@ def make_rollout_loop(config: RunConfig, service: SamplerService, phase: str, ve
     rollout,
     context_length=config.sampler.context_length,
     vocab_size=config.model.vocab_size,
-    max_in_flight=config.sampler.num_slots,
+    max_in_flight=rollout.max_in_flight or config.sampler.num_slots,
     temperature=config.sampler.temperature,
     watchdog_seconds=config.training.watchdog_seconds,
   )
 
 
-def take(rollouts: RolloutLoop, batch_size: int, version: int, interrupt: Interrupt) -> list[Trajectory] | None:
+def take(rollouts: RolloutLoop, batch_size: int, version: int, interrupt: Interrupt) -> Batch | None:
   """Waits for a batch; None once an interruption was requested. Raises what stopped the rollout side, as itself."""
   while not interrupt.requested:
     rollouts.check()
     try:
-      return rollouts.buffer.take(batch_size, version, timeout=POLL)
+      return rollouts.take(batch_size, version, timeout=POLL)
     except TimeoutError:
       rollouts.check()  # a TimeoutError of the rollout side itself is not ours to swallow
   return None
@@ -81,10 +89,10 @@ class StepMetrics:
       "truncated_fraction": float(np.mean([t.status.truncated for t in trajectories])),
       "latency_mean": float(np.mean([t.info.get("latency", 0.0) for t in trajectories])),
     }
-    counts = ("submitted", "in_flight", "buffered", "in_training", "trained", "masked", "filtered", "aborted")
-    failures = ("failed_infrastructure", "failed_environment", "dropped_stale")
-    metrics |= {f"rollouts_{name}": stats[name] for name in itertools.chain(counts, failures)}
+    # `stats` has checked that the first of these is the sum of the others.
+    metrics |= {f"rollouts_{name}": stats[name] for name in ("submitted", *(part.value for part in (*Place, *Outcome)))}
+    metrics["rollouts_by_reason"] = {name: count for name, count in stats.items() if "/" in name}
     over_the_run = ("mean_generated_latency", "mean_used_latency", "masked_tokens", "retries", "drop_rate_by_length")
-    metrics |= {name: stats[name] for name in over_the_run}
+    metrics |= {name: stats[name] for name in over_the_run} | {"event_loop_gap": stats["max_event_loop_gap"]}
     self._before, self._began = stats, now
     return metrics

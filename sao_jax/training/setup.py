@@ -13,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sao_jax.algorithm.frozen import trainable_leaves
 from sao_jax.algorithm.optimizer import make_optimizer
-from sao_jax.algorithm.train_step import init_train_state
+from sao_jax.algorithm.train_step import TrainStep, init_train_state, make_train_step
 from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import MeshConfig, RunConfig
 from sao_jax.models.policy import make_policy_apply
+from sao_jax.models.sparse_attention import indexer_paths
 from sao_jax.models.transformer import param_specs
 from sao_jax.models.value import frozen_value_paths, make_value_apply, value_param_specs
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
@@ -24,6 +25,8 @@ from sao_jax.parallel.params import abstract_params, init_params, param_sharding
 from sao_jax.parallel.publish import make_publish
 from sao_jax.parallel.rules import DEFAULT_RULES
 from sao_jax.types import NetworkState, PyTree, TrainState
+
+LAG_BINS = 8  # of the metrics by lag, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Learner:
     policy_apply, value_apply: the functions that the train step takes.
     policy_optimizer, value_optimizer: optax transformations.
     frozen_paths: leaves of the value network that do not train.
+    frozen_policy_paths: and of the policy.
   """
 
   config: RunConfig
@@ -48,6 +52,7 @@ class Learner:
   policy_optimizer: optax.GradientTransformation
   value_optimizer: optax.GradientTransformation
   frozen_paths: frozenset[str]
+  frozen_policy_paths: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +86,7 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
   algorithm = config.algorithm
   head = make_value_head(algorithm)
   policy_specs = param_specs(config.model)
-  value_specs = value_param_specs(config.model, head.num_outputs)
+  value_specs = value_param_specs(config.model, head.num_outputs, algorithm.value_head_initializer)
   for specs in (policy_specs, value_specs):
     check_mesh_divides_model(mesh, specs, DEFAULT_RULES)
   model_mesh = mesh if mesh.size > 1 else None
@@ -103,6 +108,7 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
     policy_optimizer=make_optimizer(config.policy_optimizer),
     value_optimizer=make_optimizer(config.critic_optimizer, algorithm.value_updates),
     frozen_paths=frozen,
+    frozen_policy_paths=indexer_paths(config.model),
   )
 
 
@@ -131,7 +137,12 @@ def sharded_specs(specs: PyTree, mesh: Mesh) -> PyTree:
 
 def _initialize(learner: Learner, policy_params: PyTree, value_params: PyTree) -> TrainState:
   return init_train_state(
-    policy_params, value_params, learner.policy_optimizer, learner.value_optimizer, learner.frozen_paths
+    policy_params,
+    value_params,
+    learner.policy_optimizer,
+    learner.value_optimizer,
+    learner.frozen_paths,
+    learner.frozen_policy_paths,
   )
 
 
@@ -170,11 +181,28 @@ def make_state(learner: Learner, policy_params: PyTree, value_params: PyTree) ->
   return jax.jit(lambda p, v: _initialize(learner, p, v), out_shardings=shardings)(policy_params, value_params)
 
 
+def make_step(learner: Learner, *, update_policy: bool = True) -> TrainStep:
+  """The jitted, donated train step on the learner's mesh; with `update_policy=False` it trains the critic alone."""
+  return make_train_step(
+    learner.config.algorithm,
+    learner.policy_apply,
+    learner.value_apply,
+    learner.policy_optimizer,
+    learner.value_optimizer,
+    frozen_value_paths=learner.frozen_paths,
+    frozen_policy_paths=learner.frozen_policy_paths,
+    update_policy=update_policy,
+    max_lag=max(LAG_BINS, learner.config.rollout.max_staleness),
+    state_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state(learner)),
+  )
+
+
 def make_network(learner: Learner, policy_params: PyTree) -> NetworkState:
   """The policy alone with a fresh optimiser, sharded on the learner's mesh; it owns all its buffers."""
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(learner).policy)
   optimizer = learner.policy_optimizer
-  start = lambda p: NetworkState(p, optimizer.init(trainable_leaves(p)), jnp.zeros((), jnp.int32))
+  leaves = lambda p: trainable_leaves(p, learner.frozen_policy_paths)
+  start = lambda p: NetworkState(p, optimizer.init(leaves(p)), jnp.zeros((), jnp.int32))
   return jax.jit(start, out_shardings=shardings)(policy_params)
 
 

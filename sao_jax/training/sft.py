@@ -20,8 +20,9 @@ from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.environments.base import Prompt
 from sao_jax.errors import ConfigError
 from sao_jax.parallel.process import data_process_count, data_process_index
-from sao_jax.rollout.packing import check_buckets, pack, shard_batch
+from sao_jax.rollout.packing import check_buckets
 from sao_jax.training import phases
+from sao_jax.training.batches import packed_batch
 from sao_jax.training.checkpoint import Checkpointer
 from sao_jax.training.interrupt import Interrupt
 from sao_jax.training.metrics import DelayedFetch, MetricsWriter
@@ -48,11 +49,13 @@ def sft_loss(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch) -> 
   return loss, {"sft_loss": loss, "entropy": mean_entropy, "num_sampled_tokens": count}
 
 
-def make_sft_step(policy_apply: Callable, optimizer: optax.GradientTransformation) -> Callable:
+def make_sft_step(
+  policy_apply: Callable, optimizer: optax.GradientTransformation, frozen_paths: frozenset[str] = frozenset()
+) -> Callable:
   """Returns the jitted, donated `step(network, batch) -> (network, metrics)`; non-finite gradients are skipped."""
 
   def step(network: NetworkState, batch: TrajectoryBatch) -> tuple[NetworkState, dict[str, jax.Array]]:
-    leaves = trainable_leaves(network.params)
+    leaves = trainable_leaves(network.params, frozen_paths)
 
     def loss_of(leaves: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
       return sft_loss(policy_apply, replace_leaves(network.params, leaves), batch)
@@ -122,7 +125,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike) -> PyTree:
   check_buckets(config.rollout, config.sampler.context_length, rows_multiple(learner))
   settings, abstract = config.training, abstract_state(learner).policy
   demonstrations = Demonstrations(config)
-  train_step = make_sft_step(learner.policy_apply, learner.policy_optimizer)
+  train_step = make_sft_step(learner.policy_apply, learner.policy_optimizer, learner.frozen_policy_paths)
   with (
     Checkpointer(workdir / phases.SFT, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
     Interrupt() as interrupt,
@@ -139,9 +142,8 @@ def sft(config: RunConfig, workdir: str | os.PathLike) -> PyTree:
     ):
       delayed = DelayedFetch()
       while step < config.sft.steps and not interrupt.requested:
-        rollout = config.rollout
-        batch = pack(demonstrations.batch(), rollout.row_lengths, rollout.row_counts, rows_multiple(learner))
-        network, metrics = train_step(network, shard_batch(batch, learner.mesh))
+        batch = packed_batch(learner, demonstrations.batch())
+        network, metrics = train_step(network, batch.rows)
         step += 1
         _log(delayed.push(step, metrics), writer, progress)
         if checkpointer.due(step):

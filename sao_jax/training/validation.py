@@ -18,6 +18,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.sampler.buckets import check_sampler_config
 from sao_jax.training import config_tree
 from sao_jax.training.config_bounds import check_bounds
+from sao_jax.training.latent_rules import indexer_problem, latent_problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +80,35 @@ def _capacity(config: RunConfig) -> str | None:
   return f"{rows} rows of {longest} tokens surely hold {fit} trajectories of up to {context}, a batch has {batch}."
 
 
+def _groups(config: RunConfig) -> str | None:
+  model = config.model
+  kept, groups, wanted = model.num_groups_per_token, model.num_expert_groups, model.num_experts_per_token
+  if groups == 1 and kept == 1:
+    return None
+  size = model.num_experts // groups
+  if size < 2:
+    return f"groups of {size} experts have no two best ones to be compared by."
+  if kept <= groups and kept * size >= wanted:
+    return None
+  return f"{kept} of {groups} groups of {size} experts, from which {wanted} experts are chosen."
+
+
 def _split(config: RunConfig) -> str | None:
   if config.rollout.placement != "split":
     return None
   devices, sampler = jax.local_device_count(), config.rollout.sampler_devices
   return None if 0 < sampler < devices else f"{sampler} of {devices} local devices would sample."
+
+
+def _deterministic(config: RunConfig) -> str | None:
+  rollout, slots = config.rollout, config.sampler.num_slots
+  if not rollout.deterministic:
+    return None
+  if 0 <= rollout.max_staleness < rollout.admission_staleness:
+    return f"rollouts would be dropped for their age, which is {rollout.admission_staleness} versions in its rounds."
+  if rollout.max_in_flight > slots:
+    return f"{rollout.max_in_flight} episodes do not fit into {slots} slots at the same time."
+  return None
 
 
 def _when(condition: Callable[[RunConfig], bool], problem: str) -> Callable[[RunConfig], str | None]:
@@ -101,6 +126,11 @@ RULES: tuple[Rule, ...] = (
     "model.vocab_size", _vocabulary, "Set model.vocab_size to the tokenizer's size, or to a larger multiple of 128."
   ),
   Rule(
+    "rollout.deterministic",
+    _deterministic,
+    "Raise rollout.max_staleness (or set it to -1), and leave rollout.max_in_flight at 0.",
+  ),
+  Rule(
     "model.num_heads",
     _when(
       lambda c: c.model.num_heads % c.model.num_kv_heads != 0,
@@ -110,8 +140,21 @@ RULES: tuple[Rule, ...] = (
   ),
   Rule(
     "model.head_dim",
-    _when(lambda c: c.model.head_dim % 2 != 0, "{model.head_dim} is odd, rotary embeddings turn pairs."),
-    "Use an even model.head_dim.",
+    _when(
+      lambda c: int(c.model.head_dim * c.model.rotary_fraction) % 2 != 0,
+      "{model.rotary_fraction} of {model.head_dim} dimensions is an odd number, rotary embeddings turn pairs.",
+    ),
+    "Use an even model.head_dim, and a model.rotary_fraction that leaves it even.",
+  ),
+  Rule(
+    "model.kv_lora_rank",
+    lambda c: latent_problem(c.model),
+    "Set all the widths of latent attention, or leave all of them at 0.",
+  ),
+  Rule(
+    "model.index_topk",
+    lambda c: indexer_problem(c.model),
+    "Give the indexer its heads, and every layer its kind in model.indexer_types, or leave model.index_topk at 0.",
   ),
   Rule(
     "model.num_experts_per_token",
@@ -121,6 +164,23 @@ RULES: tuple[Rule, ...] = (
     ),
     "Lower model.num_experts_per_token or raise model.num_experts.",
   ),
+  Rule(
+    "model.router",
+    _when(
+      lambda c: c.model.router == "softmax" and (c.model.num_expert_groups > 1 or c.model.routed_scaling != 1.0),
+      "the softmax router has no groups and no scaling of weights.",
+    ),
+    "Use model.router=sigmoid, or set model.num_expert_groups=1 and model.routed_scaling=1.",
+  ),
+  Rule(
+    "model.num_expert_groups",
+    _when(
+      lambda c: c.model.num_experts % c.model.num_expert_groups != 0,
+      "{model.num_experts} experts do not split into {model.num_expert_groups} groups.",
+    ),
+    "Make model.num_experts a multiple of model.num_expert_groups.",
+  ),
+  Rule("model.num_groups_per_token", _groups, "A token needs enough groups for its experts, and at most all of them."),
   Rule(
     "model.num_dense_layers",
     _when(
@@ -156,6 +216,14 @@ RULES: tuple[Rule, ...] = (
     training=True,
   ),
   Rule(
+    "sampler.context_length",
+    _when(
+      lambda c: c.sampler.context_length > c.model.max_positions,
+      "{sampler.context_length} tokens, the model is meant for {model.max_positions}.",
+    ),
+    "Lower sampler.context_length; model.max_positions may be raised for a model that knows such positions.",
+  ),
+  Rule(
     "rollout.row_lengths",
     lambda c: (
       f"the longest row has {max(c.rollout.row_lengths)} tokens, a trajectory may have {c.sampler.context_length}."
@@ -178,6 +246,15 @@ RULES: tuple[Rule, ...] = (
     "rollout.sampler_devices",
     _split,
     "With placement='split' leave at least one local device to each side, or use placement='shared'.",
+  ),
+  Rule(
+    "training.watchdog_seconds",
+    _when(
+      lambda c: c.training.watchdog_seconds <= c.rollout.environment_timeout,
+      "after {training.watchdog_seconds} s the run would end, while an environment may still answer until "
+      "{rollout.environment_timeout} s.",
+    ),
+    "Raise training.watchdog_seconds above rollout.environment_timeout.",
   ),
   Rule(
     "value_pretraining.max_steps",

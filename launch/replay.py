@@ -1,0 +1,38 @@
+"""Replays a recorded run synchronously and says whether its parameters come out again, bit for bit.
+
+python -m launch.replay --config=configs/calculator.py --workdir=runs/calculator
+
+The run must have been trained with --config.rollout.record=True or --config.rollout.deterministic=True. Exit status 1
+when anything differs, as it may on another machine or number of devices.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from absl import logging
+
+from launch import _flags
+from sao_jax.config import RunConfig
+from sao_jax.training.replay import replay
+
+
+def main(config: RunConfig, workdir: str) -> None:
+  """Logs how the replayed state compares with the run's."""
+  result = replay(config, workdir)
+  if result.identical:
+    logging.info("Replayed %d steps: all %d arrays are identical, bit for bit.", result.steps, result.leaves)
+    return
+  logging.error(
+    "Replayed %d steps: %d of %d arrays differ, by up to %.3g; the first is %s.",
+    result.steps,
+    len(result.differing),
+    result.leaves,
+    result.largest_difference,
+    result.differing[0],
+  )
+  sys.exit(1)
+
+
+if __name__ == "__main__":
+  _flags.run(main, record=False)

@@ -1,0 +1,51 @@
+"""Packed batches on the learner's mesh, and the few shapes that they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from sao_jax.parallel.process import data_process_count
+from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.rollout.packing import pack, shard_batch
+from sao_jax.training.setup import Learner, rows_multiple
+from sao_jax.types import Trajectory, TrajectoryBatch
+
+
+class Batch(NamedTuple):
+  """What a train step takes, and what it was made of.
+
+  Attributes:
+    trajectories: of this process.
+    rows: the packed rows of all processes, sharded over the mesh.
+  """
+
+  trajectories: list[Trajectory]
+  rows: TrajectoryBatch
+
+
+def packed_batch(learner: Learner, trajectories: Sequence[Trajectory]) -> Batch:
+  """Packs this process's trajectories into the configured row buckets and shards them over the learner's mesh.
+
+  Raises:
+    ConfigError: no bucket holds them.
+  """
+  rollout = learner.config.rollout
+  rows = pack(trajectories, rollout.row_lengths, rollout.row_counts, rows_multiple(learner))
+  return Batch(list(trajectories), shard_batch(rows, learner.mesh))
+
+
+def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
+  """Shapes, dtypes and shardings of every batch that `packed_batch` can make: each row length with each row count."""
+  rollout, multiple = learner.config.rollout, rows_multiple(learner)
+  sharding = NamedSharding(learner.mesh, DEFAULT_RULES.spec("batch", "sequence"))
+  processes = data_process_count()
+  for length in sorted(set(rollout.row_lengths)):
+    for count in sorted(set(rollout.row_counts)):
+      yield jax.tree.map(
+        lambda rows: jax.ShapeDtypeStruct((rows.shape[0] * processes, rows.shape[1]), rows.dtype, sharding=sharding),
+        pack([], (length,), (count,), multiple),
+      )

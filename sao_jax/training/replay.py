@@ -1,0 +1,91 @@
+"""Replays a finished run: the recorded batches in the recorded order, one after the other, without any sampling.
+
+Nothing is asynchronous here, so a run whose parameters come out again depended on what it consumed and on nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+
+import jax
+import numpy as np
+
+from sao_jax.config import RunConfig
+from sao_jax.errors import ConfigError
+from sao_jax.parallel.params import path_name
+from sao_jax.training import phases
+from sao_jax.training.batches import packed_batch
+from sao_jax.training.checkpoint import Checkpointer
+from sao_jax.training.compilation import CompiledSteps
+from sao_jax.training.progress import Progress
+from sao_jax.training.record import Record
+from sao_jax.training.setup import abstract_state, make_learner
+from sao_jax.training.validation import validate
+from sao_jax.types import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+  """How a replayed state compares with the saved one.
+
+  Attributes:
+    steps: train steps that were replayed.
+    leaves: arrays compared: parameters, optimiser states and counters of both networks.
+    differing: names of those that are not equal bit for bit.
+    largest_difference: over all numbers.
+  """
+
+  steps: int
+  leaves: int
+  differing: tuple[str, ...]
+  largest_difference: float
+
+  @property
+  def identical(self) -> bool:
+    """Whether the run came out again bit for bit."""
+    return not self.differing
+
+
+def replay(config: RunConfig, workdir: str | os.PathLike) -> Replay:
+  """Trains on what the run in `workdir` consumed, from the same start, and compares with its newest checkpoint.
+
+  Raises:
+    ConfigError: there is no finished step, or a step was not recorded.
+  """
+  validate(config, training=True)
+  workdir = pathlib.Path(workdir)
+  phase, record = phases.reinforcement_learning(config), Record(workdir, phases.TRAIN)
+  learner = make_learner(config)
+  with Checkpointer(workdir / phase.name) as checkpointer:
+    saved = checkpointer.restore(abstract_state(learner))
+  if saved is None or not saved.step:
+    raise ConfigError("workdir", f"{workdir} holds no trained step", "run launch.train there first")
+  missing = record.missing(saved.step)
+  if missing:
+    raise ConfigError(
+      "rollout.record",
+      f"{len(missing)} of the {saved.step} steps of {workdir} were not recorded, the first is step {missing[0]}",
+      "train with --config.rollout.record=True (or rollout.deterministic=True) from the first step on",
+    )
+  state = phases.initial_state(config, learner, workdir, phase)
+  train_step = CompiledSteps(learner, {phase.updates_policy(step) for step in range(saved.step)})
+  with Progress("replay", total=saved.step) as progress:
+    for step in range(saved.step):
+      rows = packed_batch(learner, record.read(step + 1)).rows
+      state, _ = train_step(state, rows, update_policy=phase.updates_policy(step))
+      progress.update(step + 1)
+  return compare(saved.step, state, saved.state)
+
+
+def compare(steps: int, replayed: TrainState, saved: TrainState) -> Replay:
+  """Compares all leaves bit for bit."""
+  ours, theirs = (jax.tree_util.tree_leaves_with_path(jax.device_get(state)) for state in (replayed, saved))
+  differing, largest = [], 0.0
+  for (path, a), (_, b) in zip(ours, theirs, strict=True):
+    if np.asarray(a).tobytes() != np.asarray(b).tobytes():
+      differing.append(path_name(path))
+      difference = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+      largest = max(largest, float(difference.max(initial=0.0)))
+  return Replay(steps, len(ours), tuple(differing), largest)

@@ -1,0 +1,182 @@
+"""Deterministic runs: the same parameters bit for bit, whatever the environments' timing, interruptions and kills."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import killed_run
+import numpy as np
+import pytest
+import training_toy
+
+from sao_jax.errors import ConfigError
+from sao_jax.training import loop, phases, replay, setup
+from sao_jax.training.checkpoint import Checkpointer
+from sao_jax.training.metrics import read_metrics
+from sao_jax.training.record import Record
+from sao_jax.training.validation import validate
+
+TESTS = pathlib.Path(__file__).parent
+STEPS = 6
+KILLS, KILLED_STEPS = 10, 45  # kills of each of two runs
+DEADLINE = 240.0  # seconds; only a hang takes as long
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+
+
+def assert_identical(a, b):
+  paths = jax.tree_util.tree_leaves_with_path(jax.device_get(a))
+  for (path, x), y in zip(paths, jax.tree.leaves(jax.device_get(b)), strict=True):
+    np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+
+
+def consumed(workdir, step):
+  return [(t.rollout_id, t.token_ids.tolist(), t.policy_version.tolist()) for t in Record(workdir, "train").read(step)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("uninterrupted")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+    return workdir, loop.train(killed_run.get_config(STEPS, latency_seed=1), workdir)
+
+
+@pytest.mark.parametrize("admission_staleness", [0, 2])
+def test_timing_leaves_no_trace(tmp_path, admission_staleness):
+  results = []
+  for latency_seed in (1, 2):
+    config = training_toy.replace(
+      killed_run.get_config(STEPS, latency_seed), rollout={"admission_staleness": admission_staleness}
+    )
+    results.append(loop.train(config, tmp_path / str(latency_seed)))
+  assert_identical(results[0].state, results[1].state)
+  lags = {line["lag_max"] for line in read_metrics(tmp_path / "1", "train")}
+  assert max(lags) == admission_staleness  # rollouts of a round are all as old as admission allows
+
+
+def test_an_interrupted_run_goes_on_identically(tmp_path, uninterrupted, monkeypatch):
+  _, expected = uninterrupted
+  taken, take = [], loop.take
+
+  def take_three(rollouts, batch_size, version, interrupt):
+    taken.append(version)
+    interrupt.requested = len(taken) == 4
+    return take(rollouts, batch_size, version, interrupt)
+
+  monkeypatch.setattr(loop, "take", take_three)
+  config = killed_run.get_config(STEPS, latency_seed=3)
+  interrupted = loop.train(config, tmp_path)
+  assert interrupted.interrupted and interrupted.step == 3
+  monkeypatch.setattr(loop, "take", take)
+  resumed = loop.train(config, tmp_path)
+  assert resumed.step == expected.step == STEPS + 1
+  assert_identical(resumed.state, expected.state)
+  for step in range(1, resumed.step + 1):
+    assert consumed(tmp_path, step) == consumed(uninterrupted[0], step)
+
+
+def test_a_replay_reproduces_the_run(uninterrupted):
+  workdir, result = uninterrupted
+  replayed = replay.replay(killed_run.get_config(STEPS, latency_seed=1), workdir)
+  assert replayed.identical and replayed.steps == result.step
+  assert replayed.leaves == len(jax.tree.leaves(result.state))
+
+
+def test_a_replay_of_other_data_differs(tmp_path, uninterrupted):
+  """That a replay is identical would mean nothing if it could not be otherwise."""
+  workdir = tmp_path / "copy"
+  shutil.copytree(uninterrupted[0], workdir)
+  record = Record(workdir, "train")
+  trajectories = record.read(STEPS)
+  record.write(STEPS, [dataclasses.replace(t, reward=1.0 - t.reward) for t in trajectories])
+  replayed = replay.replay(killed_run.get_config(STEPS, latency_seed=1), workdir)
+  assert not replayed.identical and replayed.largest_difference > 0
+  record._path(2).unlink()
+  with pytest.raises(ConfigError, match=r"(?s)rollout.record.*1 of the 7 steps.*step 2"):
+    replay.replay(killed_run.get_config(STEPS, latency_seed=1), workdir)
+
+
+def test_an_asynchronous_run_can_be_replayed_too(tmp_path):
+  config = training_toy.replace(training_toy.get_config(), rollout={"record": True}, training={"steps": 3})
+  loop.train(config, tmp_path)
+  assert replay.replay(config, tmp_path).identical
+
+
+def test_combinations_that_cannot_be_deterministic_are_refused():
+  config = killed_run.get_config(STEPS, latency_seed=1)
+  for rollout in ({"max_staleness": 0}, {"max_in_flight": 9}):
+    with pytest.raises(ConfigError, match=r"(?s)rollout.deterministic.*remedy"):
+      validate(training_toy.replace(config, rollout=rollout), training=True)
+  validate(training_toy.replace(config, rollout={"max_staleness": -1, "max_in_flight": 8}), training=True)
+
+
+def start(workdir, latency_seed):
+  command = [sys.executable, TESTS / "killed_run.py", workdir, str(KILLED_STEPS), str(latency_seed)]
+  return subprocess.Popen(command, cwd=TESTS, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def wait_until(condition, process):
+  began = time.monotonic()
+  while not condition() and process.poll() is None:
+    assert time.monotonic() - began < DEADLINE
+    time.sleep(0.001)
+
+
+def kill_again_and_again(workdir, seed):
+  """Starts a run and kills it at a random point, `KILLS` times; returns how many kills hit a save, and the next start.
+
+  Every other kill waits for a save to be under way.
+  """
+  rng = random.Random(seed)
+  metrics = workdir / "metrics.jsonl"
+  written = lambda: metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+  saving = lambda: any((workdir / "train").glob("*.orbax-checkpoint-tmp*"))
+  hits = 0
+  for kill in range(KILLS):
+    process = start(workdir, latency_seed=100 * seed + kill)
+    enough = written() + rng.randint(1, 3)
+    wait_until(lambda enough=enough: written() >= enough, process)
+    if kill % 2:
+      wait_until(saving, process)
+    else:
+      time.sleep(rng.uniform(0.0, 0.05))
+    hits += saving()
+    assert process.poll() is None, process.stderr.read().decode()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+  return hits, start(workdir, latency_seed=0)
+
+
+def test_runs_killed_at_twenty_random_points_are_the_uninterrupted_one(tmp_path):
+  """kill -9 between and in the middle of steps, and in the middle of saves, with a single checkpoint kept."""
+  names = ["first", "second"]
+  expected = start(tmp_path / "expected", latency_seed=0)
+  with concurrent.futures.ThreadPoolExecutor() as threads:
+    killed = threads.map(kill_again_and_again, [tmp_path / name for name in names], [1, 2])
+  hits, processes = zip(*killed)
+  assert sum(hits) >= 5
+  for process in (expected, *processes):
+    assert process.wait(DEADLINE) == 0, process.stderr.read().decode()
+  learner = setup.make_learner(killed_run.get_config(KILLED_STEPS, 0))
+  restored = {}
+  for name in ("expected", *names):
+    with Checkpointer(tmp_path / name / phases.TRAIN) as checkpointer:
+      restored[name] = checkpointer.restore(setup.abstract_state(learner))
+  for name in names:
+    assert restored[name].step == restored["expected"].step == KILLED_STEPS + 1
+    assert_identical(restored[name].state, restored["expected"].state)
+    for step in range(1, KILLED_STEPS + 2):
+      assert consumed(tmp_path / name, step) == consumed(tmp_path / "expected", step)

@@ -2,6 +2,7 @@
 
 python -m launch.benchmark [--suite=sampler,batching] [--quick]
 
+On a CPU each core becomes a device of its own (--cpu_devices), over which rows and sampler slots are spread.
 Standard output holds the JSON alone; tables go to standard error. --quick uses tiny shapes: its figures mean nothing,
 it only shows that everything runs.
 """
@@ -9,17 +10,26 @@ it only shows that everything runs.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 
+import jax
 import rich.console
-import rich.table
 from absl import app, flags, logging
 
 from sao_jax.benchmarks.scale import FULL, QUICK
-from sao_jax.benchmarks.suites import SUITES, flatten, machine
+from sao_jax.benchmarks.suites import SUITES, machine
+from sao_jax.benchmarks.tables import tables
+
+WIDTH = 180  # of tables in files, in characters
 
 _SUITE = flags.DEFINE_list("suite", list(SUITES), "What to measure.")
 _QUICK = flags.DEFINE_bool("quick", False, "Tiny shapes.")
+
+_CPU_DEVICES = flags.DEFINE_integer(
+  "cpu_devices", os.cpu_count(), "Devices that a CPU is divided into; 0: as XLA_FLAGS say.", lower_bound=0
+)
 
 flags.register_validator(
   "suite",
@@ -32,16 +42,16 @@ def main(argv: Sequence[str]) -> None:
   """Runs the suites and prints what they found."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected {argv[1]!r}; flags begin with --, as in --suite={next(iter(SUITES))}")
+  if _CPU_DEVICES.value:
+    jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
   logging.set_verbosity(logging.WARNING)
-  console = rich.console.Console(stderr=True)
+  console = rich.console.Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
   results = {"machine": machine()}
   for name in _SUITE.value:
     console.print(f"measuring {name} ...")
     results[name] = SUITES[name](QUICK if _QUICK.value else FULL)
-    table = rich.table.Table(name, "")
-    for key, value in flatten(results[name]).items():
-      table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
-    console.print(table)
+    for table in tables(name, results[name]):
+      console.print(table)
   print(json.dumps(results, indent=2))
 
 

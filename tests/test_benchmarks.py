@@ -13,7 +13,7 @@ import training_toy
 from absl import app, flags
 
 from launch import benchmark
-from sao_jax.benchmarks import flops, generation, learning, recompilation, suites, timing
+from sao_jax.benchmarks import flops, generation, learning, recompilation, tables, timing
 from sao_jax.benchmarks.scale import FULL, QUICK
 from sao_jax.config import ModelConfig
 from sao_jax.models.value import frozen_value_paths
@@ -70,9 +70,14 @@ def test_the_workload_is_the_one_that_peers_were_measured_on():
   assert FULL.moe.num_experts == 8 and FULL.moe.d_ff_expert == 128 and FULL.dense.d_ff == 384
 
 
+@pytest.fixture(autouse=True)
+def two_devices(monkeypatch):
+  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:2]))
+
+
 def check_numbers(results):
   """Every figure is finite, and positive unless it is a count."""
-  for name, value in suites.flatten(results).items():
+  for name, value in tables.flatten(results).items():
     if isinstance(value, float):
       assert math.isfinite(value) and value > 0, name
 
@@ -85,7 +90,7 @@ def parse():
 
 
 def test_the_launcher_prints_json_alone(parse, capsys):
-  benchmark.main(parse("--suite=sampler,batching", "--quick"))
+  benchmark.main(parse("--suite=sampler,batching", "--quick", "--cpu_devices=0"))
   output = capsys.readouterr()
   results = json.loads(output.out)
   assert list(results) == ["machine", "sampler", "batching"]
@@ -117,13 +122,25 @@ def test_learning():
   assert results["layer_forward_and_backward"].keys() == results["train_step"].keys()
 
 
-def test_recompilation(monkeypatch):
-  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
-  run = training_toy.replace(training_toy.get_config(), training={"steps": 6, "audit": False})
+def test_nothing_is_compiled_once_a_run_has_settled():
+  run = training_toy.replace(training_toy.get_config(), training={"steps": 6, "audit": False, "checkpoint_every": 1})
   results = recompilation.recompilation(dataclasses.replace(QUICK, run=run))
   assert results["train_steps"] == 7
   assert results["compiled_before_third_step"] > 0
-  assert results["compiled_after_third_step"] >= len(results["late_programs"])
+  assert results["late_programs"] == [] and results["compiled_after_third_step"] == 0
+
+
+def test_rows_and_slots_are_rounded_up_to_the_devices():
+  run = recompilation.fit_to_devices(QUICK.run, 3)
+  assert run.rollout.row_counts == (18, 24, 42) and run.sampler.num_slots == 33
+  assert recompilation.fit_to_devices(QUICK.run, 2) == QUICK.run
+
+
+def test_rows_are_shared_by_as_many_devices_as_divide_them(monkeypatch):
+  monkeypatch.setattr(setup, "local_devices", lambda: ("a", "b", "c"))
+  assert learning.sharing_devices(64) == ("a", "b")
+  assert learning.sharing_devices(9) == ("a", "b", "c")
+  assert learning.sharing_devices(5) == ("a",)
 
 
 def test_a_run_that_ended_early_says_nothing_about_recompilation(monkeypatch):

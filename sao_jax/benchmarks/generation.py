@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from sao_jax.parallel.params import init_params
 from sao_jax.sampler.engine import Engine
 from sao_jax.sampler.requests import Completion, GenerateRequest
 from sao_jax.sampler.scheduler import Scheduler
+from sao_jax.sampler.service import SamplerService
+from sao_jax.training import setup
 
 
 def sampler(scale: Scale) -> dict[str, Any]:
@@ -32,11 +35,12 @@ def _sampler(scale: Scale, config: ModelConfig) -> dict[str, Any]:
   lengths = [(scale.prompt_length, scale.answer_length)]
   context = scale.prompt_length + scale.answer_length
   alternatives = {"gemm": gemm}
-  for slots in scale.slots:
-    requests = make_requests(lengths * slots, config.vocab_size)
-    scheduler = make_scheduler(config, slots, context)
-    alternatives[str(slots)] = functools.partial(generate, scheduler, requests)
-  seconds = interleave(alternatives, scale.rounds)
+  with contextlib.ExitStack() as services:
+    for slots in scale.slots:
+      requests = make_requests(lengths * slots, config.vocab_size)
+      service = services.enter_context(make_service(config, slots, context))
+      alternatives[str(slots)] = functools.partial(generate, service, requests)
+    seconds = interleave(alternatives, scale.rounds)
   flops = decode_flops(config)
   result = {}
   for slots in scale.slots:
@@ -50,7 +54,7 @@ def _sampler(scale: Scale, config: ModelConfig) -> dict[str, Any]:
 def batching(scale: Scale) -> dict[str, Any]:
   """Useful tokens per second with uneven answers: every free slot refilled at once, or waves that wait for the slowest.
 
-  Both run on the same engine, which leaves finished slots out of its dispatches; so the ratio holds what refilling
+  Both run on the same engines, which leave finished slots out of their dispatches; so the ratio holds what refilling
   alone brings. `padded_tokens_per_second` counts, for the waves, every slot up to its wave's longest answer.
   """
   return {"dense": _batching(scale, scale.dense), "moe": _batching(scale, scale.moe)}
@@ -61,15 +65,15 @@ def _batching(scale: Scale, config: ModelConfig) -> dict[str, Any]:
   lengths = uneven_lengths(scale)
   requests = make_requests(lengths, config.vocab_size)
   waves = [requests[i : i + slots] for i in range(0, len(requests), slots)]
-  scheduler = make_scheduler(config, slots, scale.prompt_lengths[1] + scale.answer_maximum)
+  with make_service(config, slots, scale.prompt_lengths[1] + scale.answer_maximum) as service:
 
-  def in_waves() -> None:
-    for wave in waves:
-      generate(scheduler, wave)
+    def in_waves() -> None:
+      for wave in waves:
+        generate(service, wave)
 
-  seconds = interleave(
-    {"continuous": functools.partial(generate, scheduler, requests), "waves": in_waves}, scale.rounds
-  )
+    seconds = interleave(
+      {"continuous": functools.partial(generate, service, requests), "waves": in_waves}, scale.rounds
+    )
   useful = sum(answer for _, answer in lengths)
   padded = sum(len(wave) * max(request.max_tokens for request in wave) for wave in waves)
   rate = useful / statistics.median(seconds["continuous"])
@@ -102,24 +106,25 @@ def make_requests(lengths: Sequence[tuple[int, int]], vocab_size: int) -> list[G
   ]
 
 
-def make_scheduler(config: ModelConfig, num_slots: int, context_length: int) -> Scheduler:
-  """A scheduler on an engine with random parameters."""
+def make_service(config: ModelConfig, num_slots: int, context_length: int) -> SamplerService:
+  """The slots shared out to one engine per local device, with random parameters, all programs compiled."""
   longest = 2 ** (context_length - 1).bit_length()
-  sampler_config = SamplerConfig(
-    num_slots=num_slots, context_length=context_length, prefill_buckets=(longest // 16, longest // 8, longest // 4)
-  )
+  devices = setup.local_devices()[:num_slots]
   params = init_params(param_specs(config), jax.random.key(0))
-  return Scheduler(Engine(params, config, sampler_config, seed=0))
+  schedulers = []
+  for index, device in enumerate(devices):
+    sampler_config = SamplerConfig(
+      num_slots=num_slots // len(devices) + (index < num_slots % len(devices)),
+      context_length=context_length,
+      prefill_buckets=(longest // 16, longest // 8, longest // 4),
+    )
+    engine = Engine(jax.device_put(params, device), config, sampler_config, seed=0)
+    engine.warm_up(prefixes=False)
+    schedulers.append(Scheduler(engine))
+  return SamplerService(*schedulers)
 
 
-def generate(scheduler: Scheduler, requests: Sequence[GenerateRequest]) -> None:
-  """Submits all requests at once and ticks in this thread until every one has its answer."""
-
-  def on_done(result: Completion | BaseException) -> None:
-    if isinstance(result, BaseException):
-      raise result
-
-  for request in requests:
-    scheduler.submit(request, on_done)
-  while scheduler.tick():
-    pass
+def generate(service: SamplerService, requests: Sequence[GenerateRequest]) -> list[Completion]:
+  """Submits all requests at once and waits for every answer."""
+  answers = [service.submit(request) for request in requests]
+  return [answer.result() for answer in answers]

@@ -17,7 +17,7 @@ from sao_jax.benchmarks import peers
 from sao_jax.benchmarks.flops import train_flops
 from sao_jax.benchmarks.scale import Scale
 from sao_jax.benchmarks.timing import interleave, make_gemm, median_ratio
-from sao_jax.config import AlgorithmConfig, ModelConfig, RunConfig
+from sao_jax.config import AlgorithmConfig, MeshConfig, ModelConfig, RunConfig
 from sao_jax.models.moe import moe_feed_forward
 from sao_jax.models.transformer import param_specs
 from sao_jax.models.value import value_params_from_policy
@@ -30,7 +30,7 @@ from sao_jax.types import TrajectoryBatch
 
 
 class Trainer:
-  """One model in training, always on the same batch: one critic and one policy update per step.
+  """One model in training on all local devices, always on the same batch: one critic and one policy update per step.
 
   Attributes:
     flops_per_token: of a step, see `flops`.
@@ -38,14 +38,17 @@ class Trainer:
 
   def __init__(self, scale: Scale, model: ModelConfig, *, freeze: bool):
     """`freeze` keeps the critic's attention fixed, the default of a run; otherwise everything trains."""
-    algorithm = AlgorithmConfig(value_updates=1, advantage_values="pre", freeze_attention=freeze)
-    device = jax.local_devices()[0]
-    learner = setup.make_learner(RunConfig(environment=None, model=model, algorithm=algorithm), (device,))
+    algorithm = AlgorithmConfig(
+      value_updates=1, advantage_values="pre", freeze_attention=freeze, micro_batches=scale.micro_batches
+    )
+    data_parallel = MeshConfig(data=-1, fsdp=1)
+    run = RunConfig(environment=None, model=model, algorithm=algorithm, mesh=data_parallel)
+    learner = setup.make_learner(run, sharing_devices(scale.rows // scale.micro_batches))
     policy = setup.init_policy_params(learner, seed=0)
     self.flops_per_token = train_flops(model, learner.frozen_paths)
     self._state = setup.make_state(learner, policy, value_params_from_policy(policy, model))
     self._batch = shard_batch(full_batch(scale, model.vocab_size), learner.mesh)
-    self._publish = make_publish(SingleDeviceSharding(device), model.dtype)
+    self._publish = make_publish(SingleDeviceSharding(learner.mesh.devices.flat[0]), model.dtype)
     self._step = make_train_step(
       algorithm,
       learner.policy_apply,
@@ -62,8 +65,14 @@ class Trainer:
     jax.block_until_ready((self._state, metrics))
 
   def publish(self) -> None:
-    """One copy of the policy for a sampler on the same device."""
+    """One copy of the policy for a sampler on the first device."""
     jax.block_until_ready(self._publish(self._state.policy.params))
+
+
+def sharing_devices(rows: int) -> tuple[jax.Device, ...]:
+  """As many local devices as can share `rows` evenly."""
+  local = setup.local_devices()
+  return local[: max(count for count in range(1, len(local) + 1) if rows % count == 0)]
 
 
 def full_batch(scale: Scale, vocab_size: int) -> TrajectoryBatch:
@@ -79,6 +88,7 @@ def full_batch(scale: Scale, vocab_size: int) -> TrajectoryBatch:
     segment_ids=np.ones(shape, np.int32),
     positions=positions,
     action_mask=sampled,
+    loss_mask=sampled,
     behavior_logprobs=np.where(sampled, -np.log(vocab_size), np.nan).astype(np.float32),
     policy_version=np.where(sampled, 0, -1).astype(np.int32),
     rewards=rewards,

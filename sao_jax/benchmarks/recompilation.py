@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from typing import Any
 
 from sao_jax.benchmarks.scale import Scale
 from sao_jax.benchmarks.timing import on_compilation
-from sao_jax.training import loop, phases, sft
+from sao_jax.config import RunConfig
+from sao_jax.training import loop, phases, setup, sft
 from sao_jax.training.metrics import read_metrics
 
 SETTLED_STEPS = 3
@@ -20,8 +22,9 @@ def recompilation(scale: Scale) -> dict[str, Any]:
     RuntimeError: the run ended early, for example by a signal; that nothing was compiled late would mean nothing then.
   """
   compiled: list[tuple[int, str]] = []
+  run = fit_to_devices(scale.run, len(setup.local_devices()))
   with tempfile.TemporaryDirectory() as workdir:
-    sft.sft(scale.run, workdir)
+    sft.sft(run, workdir)
 
     def note(name: str) -> None:
       # The loop writes a step's metrics right after it has dispatched the next step.
@@ -29,8 +32,8 @@ def recompilation(scale: Scale) -> dict[str, Any]:
       compiled.append((steps_dispatched, name))
 
     with on_compilation(note):
-      result = loop.train(scale.run, workdir)
-    planned = phases.reinforcement_learning(scale.run).steps
+      result = loop.train(run, workdir)
+    planned = phases.reinforcement_learning(run).steps
     if result.step != planned or planned <= SETTLED_STEPS:
       raise RuntimeError(f"the run made {result.step} train steps of {planned}: too few to count what it compiles late")
     lengths = [line["response_length_mean"] for line in read_metrics(workdir, "train")]
@@ -43,3 +46,11 @@ def recompilation(scale: Scale) -> dict[str, Any]:
     "compiled_after_third_step": len(late),
     "late_programs": sorted(set(late)),
   }
+
+
+def fit_to_devices(run: RunConfig, count: int) -> RunConfig:
+  """The run with its packed rows and slots rounded up to multiples of the devices that share them."""
+  round_up = lambda size: -(-size // count) * count
+  rollout = dataclasses.replace(run.rollout, row_counts=tuple(map(round_up, run.rollout.row_counts)))
+  sampler = dataclasses.replace(run.sampler, num_slots=round_up(run.sampler.num_slots))
+  return dataclasses.replace(run, rollout=rollout, sampler=sampler)

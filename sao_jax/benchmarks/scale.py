@@ -18,6 +18,33 @@ from sao_jax.environments.calculator import Calculator
 
 
 @dataclasses.dataclass(frozen=True)
+class LoopScale:
+  """What the loop's benchmark runs.
+
+  Attributes:
+    mean_latency: seconds of an episode; long against the host's work for it (about 1 ms), short enough to wait for.
+    steps: train steps of every run.
+    batch_size: trajectories per step.
+    sigmas: of the logarithm of the latency.
+    train_times: of a step, in mean latencies.
+    placements: (slots, eta, tau) to compare; tau = -1 for no bound.
+    fault_points: (sigma, train time, slots, eta, tau) to compare with and without faults.
+    timeout: of an episode in those, in mean latencies.
+    burn_seconds: of a reward function, while the event loop is watched.
+  """
+
+  mean_latency: float
+  steps: int
+  batch_size: int
+  sigmas: tuple[float, ...]
+  train_times: tuple[float, ...]
+  placements: tuple[tuple[int, int, int], ...]
+  fault_points: tuple[tuple[float, float, int, int, int], ...]
+  timeout: float
+  burn_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Scale:
   """Sizes of all suites.
 
@@ -30,9 +57,11 @@ class Scale:
     prompt_lengths: shortest and longest prompt of those.
     answer_minimum, answer_maximum: of their budgets min(maximum, minimum · (1 + Pareto(1.5))).
     rows, tokens: shape [B, T] of a train step's batch.
+    micro_batches: of a train step.
     gemm_size: of the square matrix product that is the limit.
     rounds: timed repetitions of everything.
     run: whose compilations are counted.
+    loop: of the asynchronous loop's runs.
   """
 
   dense: ModelConfig
@@ -47,15 +76,18 @@ class Scale:
   answer_maximum: int
   rows: int
   tokens: int
+  micro_batches: int
   gemm_size: int
   rounds: int
   run: RunConfig
+  loop: LoopScale
 
 
 def calculator_run(imitation_steps: int, train_steps: int) -> RunConfig:
   """Small calculators whose answers are of uneven lengths, because they have only begun to imitate.
 
   A batch fills now less and now more than 16 rows, so that the buckets of the packed rows are put to the test too.
+  Every step is saved: on several devices the first save compiles the slices that each of them writes.
   """
   return RunConfig(
     name="benchmark",
@@ -81,7 +113,7 @@ def calculator_run(imitation_steps: int, train_steps: int) -> RunConfig:
       batch_size=32,
       optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.0, warmup_steps=20),
     ),
-    training=TrainingConfig(steps=train_steps - 1, checkpoint_every=2, audit=False),
+    training=TrainingConfig(steps=train_steps - 1, checkpoint_every=1, audit=False),
   )
 
 
@@ -99,9 +131,21 @@ FULL = Scale(
   answer_maximum=128,
   rows=64,
   tokens=128,
+  micro_batches=2,
   gemm_size=2048,
   rounds=5,
   run=calculator_run(imitation_steps=150, train_steps=20),
+  loop=LoopScale(
+    mean_latency=0.1,
+    steps=50,
+    batch_size=16,
+    sigmas=(0.5, 1.0, 1.5),
+    train_times=(0.25, 1.0, 2.0),
+    placements=((16, 1, -1), (16, 2, -1), (16, 2, 8), (16, 2, 4), (32, 2, -1), (32, 4, 8)),
+    fault_points=tuple((sigma, train_time, 16, 2, -1) for sigma in (0.5, 1.0) for train_time in (0.25, 1.0, 2.0)),
+    timeout=4.0,
+    burn_seconds=2.0,
+  ),
 )
 
 _TINY = ModelConfig(vocab_size=32, num_layers=1, d_model=16, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=32)
@@ -118,7 +162,19 @@ QUICK = Scale(
   answer_maximum=8,
   rows=4,
   tokens=16,
+  micro_batches=1,
   gemm_size=128,
   rounds=2,
   run=calculator_run(imitation_steps=2, train_steps=6),
+  loop=LoopScale(
+    mean_latency=0.02,
+    steps=4,
+    batch_size=4,
+    sigmas=(1.0,),
+    train_times=(1.0,),
+    placements=((4, 1, -1), (8, 2, 4)),
+    fault_points=((0.5, 1.0, 4, 2, -1),),
+    timeout=4.0,
+    burn_seconds=0.1,
+  ),
 )

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import pathlib
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from absl import logging
 
 from sao_jax.config import RunConfig
 from sao_jax.environments.base import EnvironmentFailure, Prompt
 from sao_jax.rollout.episode import EpisodeLimits, within
-from sao_jax.rollout.failures import BadEvidence, PromptTooLong
+from sao_jax.rollout.failures import BadEvidence, PromptTooLong, RolloutSilent
 from sao_jax.rollout.intake import Rollout
 from sao_jax.rollout.runner import EpisodeRunner
+from sao_jax.rollout.watchdog import Progress, describe_tasks
 from sao_jax.sampler.service import SamplerService
+from sao_jax.training.background import run_in_background
+from sao_jax.training.interrupt import StopSignal
 from sao_jax.training.report import append_episode
 from sao_jax.types import Trajectory
-
-T = TypeVar("T")
 
 CHECKED_PROMPTS = 16
 
@@ -32,6 +32,7 @@ def run_episodes(
   *,
   temperature: float,
   first_rollout_id: int = 0,
+  interrupt: StopSignal | None = None,
 ) -> tuple[list[Trajectory], list[Exception]]:
   """Runs one episode per prompt, as many at once as there are slots.
 
@@ -41,18 +42,37 @@ def run_episodes(
     prompts: the tasks.
     temperature: of sampling.
     first_rollout_id: rollout ids count from here; with the sampler's seed they determine all random keys.
+    interrupt: ends all episodes when the process is asked to stop.
 
   Returns:
     The trajectories in the order of the prompts, and what went wrong with the others: failures of environments that
     outlasted `rollout.environment_retries`, or evidence that cannot be trusted. Those prompts have no outcome, which is
     not the same as reward 0.
+
+  Raises:
+    Interrupted: the process was asked to stop.
+    RolloutSilent: nothing has happened for `training.watchdog_seconds`.
   """
-  return _run_async(_run_all(config, service, list(prompts), temperature, first_rollout_id))
+  progress = Progress()
+
+  def look(event_loop: asyncio.AbstractEventLoop) -> None:
+    if progress.silence > config.training.watchdog_seconds:
+      tasks = describe_tasks(asyncio.all_tasks(event_loop))
+      raise RolloutSilent(f"nothing has happened for {progress.silence:.0f} s in {len(prompts)} episodes\n{tasks}")
+
+  prompts = list(prompts)
+  episodes = _run_all(config, service, prompts, temperature, first_rollout_id, progress)
+  return run_in_background(episodes, interrupt=interrupt, look=look)
 
 
 async def _run_all(
-  config: RunConfig, service: SamplerService, prompts: Sequence[Prompt], temperature: float, first_rollout_id: int
-):
+  config: RunConfig,
+  service: SamplerService,
+  prompts: Sequence[Prompt],
+  temperature: float,
+  first_rollout_id: int,
+  progress: Progress,
+) -> tuple[list[Trajectory], list[Exception]]:
   tokenizer = config.environment.tokenizer()
   runner = EpisodeRunner(
     lambda: config.environment.make(tokenizer),
@@ -61,6 +81,7 @@ async def _run_all(
     temperature=temperature,
     timeout=config.rollout.environment_timeout,
     retries=config.rollout.environment_retries,
+    on_activity=progress.beat,
   )
   free_slots = asyncio.Semaphore(config.sampler.num_slots)
 
@@ -76,11 +97,6 @@ async def _run_all(
   results = await asyncio.gather(*(run_one(rollout) for rollout in rollouts))
   trajectories = [result for result in results if isinstance(result, Trajectory)]
   return trajectories, [result for result in results if not isinstance(result, Trajectory)]
-
-
-def _run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-  with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a notebook's own thread runs an event loop already
-    return thread.submit(asyncio.run, coroutine).result()
 
 
 def check_prompts(config: RunConfig) -> None:
@@ -105,8 +121,8 @@ def check_prompts(config: RunConfig) -> None:
       if length >= config.sampler.context_length:
         raise PromptTooLong(length, config.sampler.context_length, str(tuple(prompt.key)))
 
-  _run_async(check("train", config.training.seed))
-  _run_async(check("heldout", config.evaluation.seed))
+  run_in_background(check("train", config.training.seed))
+  run_in_background(check("heldout", config.evaluation.seed))
 
 
 def episode_segments(trajectory: Trajectory, tokenizer: Any) -> list[tuple[str, str]]:

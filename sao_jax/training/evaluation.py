@@ -9,6 +9,7 @@ import numpy as np
 
 from sao_jax.config import RunConfig
 from sao_jax.training.episodes import run_episodes
+from sao_jax.training.interrupt import StopSignal
 from sao_jax.training.sampling import make_service
 from sao_jax.training.statistics import Success, success
 from sao_jax.types import PyTree, Trajectory
@@ -49,19 +50,25 @@ class Evaluation:
     }
 
 
-def evaluate(config: RunConfig, params: PyTree, version: int) -> Evaluation:
+def evaluate(config: RunConfig, params: PyTree, version: int, interrupt: StopSignal | None = None) -> Evaluation:
   """Runs `evaluation.prompts` held-out prompts with fixed weights.
 
   Args:
     config: the run's configuration.
     params: policy parameters on the sampler's devices; they must stay alive until this returns.
     version: the version they are.
+    interrupt: ends it when the process is asked to stop.
+
+  Raises:
+    Interrupted: the process was asked to stop.
   """
   settings = config.evaluation
   source = config.environment.prompts(config.environment.tokenizer(), "heldout", settings.seed)
   prompts = list(itertools.islice((source[index] for index in range(len(source))), settings.prompts))
   with make_service(config, params, seed=settings.seed, version=version) as service:
-    trajectories, failures = run_episodes(config, service, prompts, temperature=settings.temperature)
+    trajectories, failures = run_episodes(
+      config, service, prompts, temperature=settings.temperature, interrupt=interrupt
+    )
   versions = {int(v) for t in trajectories for v in np.unique(t.policy_version[t.action_mask])}
   if versions - {version}:
     raise AssertionError(f"an evaluation of version {version} sampled tokens with versions {sorted(versions)}")

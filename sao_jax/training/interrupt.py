@@ -1,12 +1,24 @@
-"""Ctrl-C and SIGTERM ask the loop to stop at the next step boundary; a second Ctrl-C stops at once."""
+"""Ctrl-C and SIGTERM ask the process to stop at the next place where it may; a second Ctrl-C stops at once."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from types import FrameType
+from typing import Protocol
 
 from absl import logging
+
+
+class StopSignal(Protocol):
+  """Something that long work looks at now and then; it stops once `requested` is True."""
+
+  @property
+  def requested(self) -> bool: ...
+
+
+class Interrupted(Exception):
+  """Asked to stop: there is no result."""
 
 
 class Interrupt:
@@ -33,4 +45,4 @@ class Interrupt:
     if self.requested and number == signal.SIGINT:
       raise KeyboardInterrupt
     self.requested = True
-    logging.info("%s: stopping after this step, then saving.", signal.Signals(number).name)
+    logging.info("%s: stopping as soon as nothing is lost.", signal.Signals(number).name)

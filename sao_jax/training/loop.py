@@ -21,9 +21,10 @@ from sao_jax.training.audit import audit_sampler
 from sao_jax.training.checkpoint import Checkpointer
 from sao_jax.training.compilation import CompiledSteps
 from sao_jax.training.episodes import check_prompts, record_episode
-from sao_jax.training.evaluation import Evaluation, evaluate
+from sao_jax.training.evaluation import Evaluation
 from sao_jax.training.interrupt import Interrupt, Interrupted
 from sao_jax.training.metrics import DelayedFetch, MetricsWriter
+from sao_jax.training.pinned_evaluation import PinnedEvaluation
 from sao_jax.training.progress import Progress
 from sao_jax.training.record import Record
 from sao_jax.training.rollouts import StepMetrics, make_rollout_loop, take
@@ -97,6 +98,7 @@ class _Run:
     self.learner, self.checkpointer, self.interrupt = learner, checkpointer, interrupt
     self.publish = make_publisher(learner)
     self.explained_variance: list[float] = []
+    self.evaluation: Evaluation | None = None  # the last one
     self.latest: dict[str, Any] = {}
 
   def to_end(self, step: int, state: TrainState, host_state: dict[str, Any] | None) -> Result:
@@ -106,13 +108,13 @@ class _Run:
     deterministic = config.rollout.deterministic
     record = Record(self.workdir, phase.name) if config.rollout.record or deterministic else None
     train_step = CompiledSteps(self.learner, phase.kinds(step))
-    evaluation = None
     with (
       MetricsWriter(self.workdir, phase.name, restored_step=step or None) as writer,
       Progress(phase.name, total=phase.steps, start=step) as progress,
       make_service(
         config, published, seed=phases.sampler_seed(config, phase.name), version=version, warm_up=True
       ) as service,
+      PinnedEvaluation(config, self.interrupt) as pinned,
     ):
       if config.training.audit:
         self.audit(service, state)
@@ -120,8 +122,8 @@ class _Run:
       if host_state is not None:
         rollouts.load_state_dict(*host_state["rollouts"])
         self.explained_variance = host_state["explained_variance"]
-      if step == 0 and self.evaluates(version):
-        evaluation = self.evaluate(published, version, step, writer)
+      if self.evaluates(version) and (host_state is None or host_state["evaluation_pending"]):
+        pinned.start(published, version, step)
       rollouts.start()
       try:
         delayed, step_metrics = DelayedFetch(), StepMetrics(rollouts)
@@ -144,20 +146,25 @@ class _Run:
           if updates_policy:
             service.publish(published, version)
           rollouts.on_version(version)
-          if updates_policy and self.evaluates(version):
-            evaluation = self.evaluate(published, version, step, writer)
+          evaluates = updates_policy and self.evaluates(version)
+          self.collect(pinned, writer, wait=evaluates)
+          if evaluates:
+            pinned.start(published, version, step)
           if self.checkpointer.due(step):
             self.log(delayed.flush(), writer, progress)
             record_episode(config, self.workdir, step, batch.trajectories[0])
-            self.save(step, state, rollouts)
+            if pinned.version != version:  # its weights are in no checkpoint: it could not be begun again
+              self.collect(pinned, writer, wait=True)
+            self.save(step, state, rollouts, pinned.version == version)
         self.log(delayed.flush(), writer, progress)
       finally:
         rollouts.stop()
-      self.save(step, state, rollouts)
+      self.collect(pinned, writer, wait=True)
+      self.save(step, state, rollouts, pinned.version == version)
       self.checkpointer.wait()
     if self.interrupt.requested:
       logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
-    return Result(state, step, self.interrupt.requested, evaluation)
+    return Result(state, step, self.interrupt.requested, self.evaluation)
 
   def audit(self, service, state: TrainState) -> None:
     """Refuses to train when sampler and learner disagree at lag 0."""
@@ -172,18 +179,18 @@ class _Run:
     every, last = self.config.evaluation.every, self.phase.policy_steps
     return last > 0 and every > 0 and (version % every == 0 or version == last)
 
-  def evaluate(self, published, version: int, step: int, writer: MetricsWriter) -> Evaluation | None:
-    """Measures held-out success of the published weights; training waits, rollouts go on. None when interrupted."""
-    try:
-      evaluation = evaluate(self.config, published, version, self.interrupt)
-    except Interrupted:
-      return None
-    writer.write(step, evaluation.metrics() | {"policy_version": version})
-    for trajectory in evaluation.trajectories[:1]:
+  def collect(self, pinned: PinnedEvaluation, writer: MetricsWriter, *, wait: bool) -> None:
+    """Writes the evaluation under way, if it has finished, under the step after which it began."""
+    measured = pinned.collect(wait=wait)
+    if measured is None:
+      return
+    step, self.evaluation = measured
+    version, success = self.evaluation.policy_version, self.evaluation.success
+    writer.write(step, self.evaluation.metrics() | {"policy_version": version})
+    for trajectory in self.evaluation.trajectories[:1]:
       record_episode(self.config, self.workdir, step, trajectory)
-    self.latest["success"] = evaluation.success.rate
-    logging.info("Version %d: held-out success %s.", version, evaluation.success)
-    return evaluation
+    self.latest["success"] = success.rate
+    logging.info("Version %d: held-out success %s.", version, success)
 
   def plateaued(self) -> bool:
     """Whether value pretraining may end."""
@@ -203,7 +210,11 @@ class _Run:
         writer.write(step, metrics)
       progress.update(step, **self.latest)
 
-  def save(self, step: int, state: TrainState, rollouts) -> None:
+  def save(self, step: int, state: TrainState, rollouts, evaluation_pending: bool) -> None:
     """Starts an asynchronous checkpoint of everything that the next step depends on."""
-    host_state = {"rollouts": list(rollouts.state_dict()), "explained_variance": self.explained_variance}
+    host_state = {
+      "rollouts": list(rollouts.state_dict()),
+      "explained_variance": self.explained_variance,
+      "evaluation_pending": evaluation_pending,
+    }
     self.checkpointer.save(step, state, host_state)

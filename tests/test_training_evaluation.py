@@ -1,0 +1,103 @@
+"""Evaluation in the background: pinned to its version, while training goes on; never lost to an interruption."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+import training_toy
+
+from sao_jax.training import loop, pinned_evaluation, setup
+from sao_jax.training.evaluation import evaluate
+from sao_jax.training.interrupt import Interrupt, Interrupted
+from sao_jax.training.metrics import read_metrics
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+
+
+def make_config(**training):
+  config = training_toy.replace(training_toy.get_config(), training={"audit": False, "steps": 4} | training)
+  return training_toy.replace(config, evaluation={"every": 2})
+
+
+def evaluated(workdir):
+  return {
+    line["policy_version"]: (line["step"], line["heldout_success"])
+    for line in read_metrics(workdir, "train")
+    if "heldout_success" in line
+  }
+
+
+def test_training_goes_on_while_a_version_is_evaluated(tmp_path, monkeypatch):
+  """Here the evaluation of version 0 ends only after a later version was trained: waiting for it would never end."""
+  trained = threading.Event()
+  compiled = loop.CompiledSteps.__call__
+
+  def step(self, state, rows, *, update_policy):
+    state, metrics = compiled(self, state, rows, update_policy=update_policy)
+    if int(state.policy_version) == 1:
+      trained.set()
+    return state, metrics
+
+  def patient(config, params, version, interrupt):
+    assert trained.wait(120)
+    return evaluate(config, params, version, interrupt)
+
+  monkeypatch.setattr(loop.CompiledSteps, "__call__", step)
+  monkeypatch.setattr(pinned_evaluation, "evaluate", patient)
+  result = loop.train(make_config(checkpoint_every=10), tmp_path)
+  assert result.step == 5 and result.evaluation.policy_version == 4
+  found = evaluated(tmp_path)
+  assert [(version, step) for version, (step, _) in found.items()] == [(0, 0), (2, 3), (4, 5)]
+  for trajectory in result.evaluation.trajectories:
+    assert set(np.unique(trajectory.policy_version[trajectory.action_mask])) == {4}
+
+
+def test_an_interrupted_evaluation_is_begun_again(tmp_path, monkeypatch):
+  def interrupted(config, params, version, interrupt):
+    if version == 2:
+      interrupt._interrupt.requested = True
+      raise Interrupted("asked to stop")
+    return evaluate(config, params, version, interrupt)
+
+  monkeypatch.setattr(pinned_evaluation, "evaluate", interrupted)
+  config = make_config(checkpoint_every=1)
+  first = loop.train(config, tmp_path)
+  assert first.interrupted and list(evaluated(tmp_path)) == [0]
+  monkeypatch.setattr(pinned_evaluation, "evaluate", evaluate)
+  second = loop.train(config, tmp_path)
+  expected = [0, 2, 4] if first.step == 3 else [0, 4]  # it may have been noticed only after another step
+  assert not second.interrupted and list(evaluated(tmp_path)) == expected
+
+
+def test_an_error_of_an_evaluation_ends_the_run_as_itself(tmp_path, monkeypatch):
+  def broken(config, params, version, interrupt):
+    raise ZeroDivisionError("in the evaluation")
+
+  monkeypatch.setattr(pinned_evaluation, "evaluate", broken)
+  with pytest.raises(ZeroDivisionError, match="in the evaluation"):
+    loop.train(make_config(), tmp_path)
+
+
+def test_one_evaluation_at_a_time_and_none_outlives_its_run(monkeypatch):
+  seen = []
+
+  def endless(config, params, version, stop):
+    while not stop.requested:
+      pass
+    seen.append(version)
+    raise Interrupted("asked to stop")
+
+  monkeypatch.setattr(pinned_evaluation, "evaluate", endless)
+  with pinned_evaluation.PinnedEvaluation(make_config(), Interrupt()) as pinned:
+    assert pinned.collect(wait=True) is None and pinned.version is None
+    pinned.start(None, 7, 3)
+    with pytest.raises(RuntimeError, match="version 7 was not collected"):
+      pinned.start(None, 8, 4)
+    assert pinned.version == 7 and pinned.collect() is None
+  assert seen == [7]

@@ -26,6 +26,9 @@ from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.parallel.process import initialize_processes
 from sao_jax.training import config_tree
+from sao_jax.training.interrupt import Interrupted
+from sao_jax.training.phases import PHASES
+from sao_jax.training.pretrained import with_folder_shape
 from sao_jax.training.validation import validate
 
 flags.disclaim_key_flags()  # --help of a launcher shows these flags as its own
@@ -43,8 +46,8 @@ def run(main: Callable[[RunConfig, str], Any], *, record: bool = True) -> None:
   """Parses the command line, checks it, and calls `main(config, workdir)`; never returns.
 
   Bad input, found here or raised by `main` as ConfigError, ends the program with its message on standard error and exit
-  status 2. A launcher may define absl flags of its own. `record=False` (programs that only look at a run) leaves
-  `workdir/config.json` as it is.
+  status 2; `Interrupted`, with status 0. A launcher may define absl flags of its own. `record=False` (programs that
+  only look at a run) leaves `workdir/config.json` as it is.
   """
   try:
     config, workdir = parse(sys.argv)
@@ -60,6 +63,8 @@ def run(main: Callable[[RunConfig, str], Any], *, record: bool = True) -> None:
       if record:
         record_config(config, workdir)
       main(config, workdir)
+    except Interrupted:
+      logging.info("Interrupted: there is no result, and nothing was written.")
     except ConfigError as error:
       _refuse(error)
 
@@ -90,7 +95,8 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> t
   overrides = dict(flag_values["config"].override_values)
   if flag_values["seed"].value is not None:
     overrides["training.seed"] = flag_values["seed"].value
-  return config_tree.replace(config, overrides), flag_values["workdir"].value
+  config = config_tree.replace(config, overrides)
+  return with_folder_shape(config, overrides), flag_values["workdir"].value
 
 
 def load_config(path: str) -> RunConfig:
@@ -129,7 +135,12 @@ def check_writable(workdir: str) -> None:
 
 
 def record_config(config: RunConfig, workdir: str) -> None:
-  """Writes `workdir/config.json`; when there was one, logs the fields that differ from it."""
+  """Writes `workdir/config.json`; when there was one, logs the fields that differ from it.
+
+  Raises:
+    ConfigError: the directory holds checkpoints of a run with another seed or environment, which this one would go on
+      from.
+  """
   path = pathlib.Path(workdir) / CONFIG_FILE
   new = config_tree.to_json(config)
   if path.exists():
@@ -137,7 +148,14 @@ def record_config(config: RunConfig, workdir: str) -> None:
       old = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
       old = {}
+    begun = any((path.parent / phase).is_dir() for phase in PHASES)
     for field, before, now in config_tree.differences(old, new):
+      if begun and (field == "training.seed" or field.startswith("environment")):
+        raise ConfigError(
+          "--workdir",
+          f"{workdir} holds a run with {field}={before!r}, this one has {now!r}.",
+          "Pass a --workdir of its own for every run, or the old value to go on with the old run.",
+        )
       logging.warning("The configuration differs from the last run's: %s was %s, is %s.", field, before, now)
   temporary = path.with_suffix(f".{os.getpid()}.tmp")
   temporary.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")

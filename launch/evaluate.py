@@ -12,7 +12,7 @@ from absl import flags, logging
 
 from launch import _flags
 from sao_jax.config import RunConfig
-from sao_jax.training import evaluation, phases, setup
+from sao_jax.training import evaluation, interrupt, phases, setup
 
 _PHASE = flags.DEFINE_enum("phase", "", ["", "sft", "train"], "Whose policy; by default the newest.")
 
@@ -20,9 +20,9 @@ _PHASE = flags.DEFINE_enum("phase", "", ["", "sft", "train"], "Whose policy; by 
 def main(config: RunConfig, workdir: str) -> None:
   """Logs the result and writes it to `workdir/evaluation_<phase>.json`."""
   learner = setup.make_learner(config)
-  params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
-  publish = setup.make_publisher(learner)
-  result = evaluation.evaluate(config, publish(params), version)
+  with interrupt.Interrupt() as stop:
+    params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
+    result = evaluation.evaluate(config, setup.make_publisher(learner)(params), version, stop)
   logging.info("%s, version %d: held-out success %s", phase, version, result.success)
   record = {"phase": phase, "policy_version": version} | result.metrics()
   path = pathlib.Path(workdir) / f"evaluation_{phase}.json"

@@ -74,12 +74,26 @@ def test_the_same_command_goes_on(workdir, interrupted):
   assert lines[-1]["policy_version"] == steps
 
 
+def test_a_workdir_of_another_run_is_refused(workdir, interrupted):
+  """Another seed has other data and other random numbers: to go on from here would be neither run."""
+  before = (workdir / "config.json").read_bytes()
+  code, output = run("train", workdir, "--seed=1")
+  assert code == 2 and "Traceback" not in output
+  assert "holds a run with training.seed=0, this one has 1" in output and "remedy" in output
+  assert (workdir / "config.json").read_bytes() == before
+
+
 def test_evaluate_sample_and_report(workdir, interrupted):
   config_before = (workdir / "config.json").read_bytes()
   code, output = run("evaluate", workdir, "--phase=sft")
   assert code == 0 and "held-out success" in output, output
   record = json.loads((workdir / "evaluation_sft.json").read_text())
   assert record["policy_version"] == 0 and record["heldout_trials"] == 6
+  # The version is that of the checkpoint, whatever this command line says of the warm-up.
+  code, output = run("evaluate", workdir, "--config.algorithm.critic_warmup_steps=3")
+  assert code == 0, output
+  record = json.loads((workdir / "evaluation_train.json").read_text())
+  assert record["policy_version"] == read_metrics(workdir, "train")[-1]["policy_version"]
   code, output = run("sample", workdir, "--prompt=2")
   assert code == 0, output
   assert " prompt |" in output and " action |" in output and "reward" in output

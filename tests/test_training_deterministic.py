@@ -28,6 +28,7 @@ from sao_jax.training.validation import validate
 TESTS = pathlib.Path(__file__).parent
 STEPS = 6
 KILLS, KILLED_STEPS = 10, 45  # kills of each of two runs
+GRACE = 30.0  # seconds that clouds give before they take a machine
 DEADLINE = 240.0  # seconds; only a hang takes as long
 
 
@@ -138,14 +139,14 @@ def wait_until(condition, process):
 def kill_again_and_again(workdir, seed):
   """Starts a run and kills it at a random point, `KILLS` times; returns how many kills hit a save, and the next start.
 
-  Every other kill waits for a save to be under way.
+  Every other kill waits for a save to be under way. Before them, one run is asked to end.
   """
   rng = random.Random(seed)
   metrics = workdir / "metrics.jsonl"
   written = lambda: metrics.read_bytes().count(b"\n") if metrics.exists() else 0
   saving = lambda: any((workdir / "train").glob("*.orbax-checkpoint-tmp*"))
   hits = 0
-  for kill in range(KILLS):
+  for kill in range(1 + KILLS):
     process = start(workdir, latency_seed=100 * seed + kill)
     enough = written() + rng.randint(1, 3)
     wait_until(lambda enough=enough: written() >= enough, process)
@@ -155,8 +156,12 @@ def kill_again_and_again(workdir, seed):
       time.sleep(rng.uniform(0.0, 0.05))
     hits += saving()
     assert process.poll() is None, process.stderr.read().decode()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    if kill:
+      process.send_signal(signal.SIGKILL)
+      process.communicate()
+    else:  # a notice of preemption: there are seconds left to save
+      process.send_signal(signal.SIGTERM)
+      assert process.wait(GRACE) == 0, process.stderr.read().decode()
   return hits, start(workdir, latency_seed=0)
 
 

@@ -203,6 +203,16 @@ def load_params(
   )
 
 
+def load_host_state(directory: str | os.PathLike, step: int) -> Any:
+  """The host state that was saved with the checkpoint of `step`.
+
+  Raises:
+    FileNotFoundError, ValueError: it cannot be read.
+  """
+  with _manager(pathlib.Path(directory).absolute(), create=False) as manager:
+    return manager.restore(step, args=ocp.args.Composite(**{_HOST: HostStateRestore()}))[_HOST]
+
+
 def _read_network(manager: ocp.CheckpointManager, step: int, which: str, abstract: PyTree | None, where: str) -> PyTree:
   stored = _stored_leaves(manager, step).get(which)
   if stored is None:

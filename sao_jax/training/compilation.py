@@ -13,26 +13,33 @@ from sao_jax.types import TrainState, TrajectoryBatch
 
 
 class CompiledSteps:
-  """The train step for every shape of batch, with and without the policy's update."""
+  """The train step for every shape of batch, with and without the policy's update.
+
+  Compiles in the background, several programs at a time, while the run starts up; a step waits for its own program.
+  """
 
   def __init__(self, learner: Learner, update_policy: Collection[bool]):
-    """Compiles, several programs at a time.
+    """Begins to compile and returns at once.
 
     Args:
       learner: whose step it is.
       update_policy: which kinds of steps the run needs: True for full ones, False for critic-only ones.
     """
     state, shapes = abstract_state(learner), list(abstract_rows(learner))
-    steps = {kind: make_step(learner, update_policy=kind) for kind in update_policy}
+    steps = {kind: make_step(learner, update_policy=kind) for kind in sorted(update_policy)}  # those needed first
 
     def compile_step(kind: bool, rows: TrajectoryBatch):
       return steps[kind].lower(state, rows).compile()
 
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-      programs = {
-        (kind, rows.token_ids.shape): threads.submit(compile_step, kind, rows) for kind in steps for rows in shapes
-      }
-    self._programs = {key: program.result() for key, program in programs.items()}
+    threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compilation")
+    self._programs = {
+      (kind, rows.token_ids.shape): threads.submit(compile_step, kind, rows) for kind in steps for rows in shapes
+    }
+    threads.shutdown(wait=False)  # it ends when all are compiled
+
+  def wait(self) -> None:
+    """Returns when everything is compiled: nothing will be from now on."""
+    concurrent.futures.wait(self._programs.values())
 
   def __call__(
     self, state: TrainState, rows: TrajectoryBatch, *, update_policy: bool
@@ -42,4 +49,4 @@ class CompiledSteps:
     Raises:
       KeyError: a kind or shape that was not compiled.
     """
-    return self._programs[update_policy, rows.token_ids.shape](state, rows)
+    return self._programs[update_policy, rows.token_ids.shape].result()(state, rows)

@@ -34,6 +34,9 @@ from sao_jax.training.validation import validate
 from sao_jax.types import TrainState
 
 
+COMPILING_STEPS = 2  # after so many steps of a process everything is compiled, for the rest of the run
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
   """How a phase ended: its state, the train steps done, whether it was interrupted, and the last evaluation."""
@@ -103,7 +106,7 @@ class _Run:
 
   def to_end(self, step: int, state: TrainState, host_state: dict[str, Any] | None) -> Result:
     """Trains from `step` to the end of the phase."""
-    config, phase = self.config, self.phase
+    config, phase, first_step = self.config, self.phase, step
     published, version = self.publish(state.policy.params), phase.version(step)
     deterministic = config.rollout.deterministic
     record = Record(self.workdir, phase.name) if config.rollout.record or deterministic else None
@@ -132,6 +135,8 @@ class _Run:
           if batch is None:
             break
           updates_policy = phase.updates_policy(step)
+          if step == first_step + COMPILING_STEPS:
+            train_step.wait()
           state, metrics = train_step(state, batch.rows, update_policy=updates_policy)
           step, version = step + 1, phase.version(step + 1)
           if record is not None:
@@ -216,5 +221,6 @@ class _Run:
       "rollouts": list(rollouts.state_dict()),
       "explained_variance": self.explained_variance,
       "evaluation_pending": evaluation_pending,
+      "policy_version": self.phase.version(step),
     }
     self.checkpointer.save(step, state, host_state)

@@ -15,11 +15,11 @@ from sao_jax.errors import ConfigError
 from sao_jax.models.hf_folder import is_hf_folder
 from sao_jax.models.hf_import import import_policy
 from sao_jax.models.value import value_params_from_policy
-from sao_jax.training.checkpoint import Checkpointer, load_params
+from sao_jax.training.checkpoint import Checkpointer, load_host_state, load_params
 from sao_jax.training.setup import Learner, init_policy_params, make_state, sharded_specs
 from sao_jax.types import PyTree, TrainState
 
-SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"
+PHASES = SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def reinforcement_learning(config: RunConfig) -> Phase:
 
 
 def _derived_seed(config: RunConfig, phase: str, *more: int) -> int:
-  sequence = np.random.SeedSequence([config.training.seed, (SFT, VALUE_PRETRAINING, TRAIN).index(phase), *more])
+  sequence = np.random.SeedSequence([config.training.seed, PHASES.index(phase), *more])
   return int(sequence.generate_state(1)[0]) >> 1  # jax takes it as an int32
 
 
@@ -160,7 +160,7 @@ def latest_policy(
   for name in (phase,) if phase else (TRAIN, SFT):
     step = _latest_step(workdir / name)
     if step is not None:
-      version = reinforcement_learning(config).version(step) if name == TRAIN else 0
+      version = load_host_state(workdir / name, step)["policy_version"] if name == TRAIN else 0
       return load_params(workdir / name, "policy", abstract, step=step), version, name
   raise ConfigError(
     "workdir",

@@ -140,11 +140,16 @@ RULES: tuple[Rule, ...] = (
   ),
   Rule(
     "model.head_dim",
+    _when(lambda c: c.model.head_dim % 2 != 0, "{model.head_dim} is odd, rotary embeddings turn pairs."),
+    "Use an even model.head_dim.",
+  ),
+  Rule(
+    "model.rotary_fraction",
     _when(
       lambda c: int(c.model.head_dim * c.model.rotary_fraction) % 2 != 0,
       "{model.rotary_fraction} of {model.head_dim} dimensions is an odd number, rotary embeddings turn pairs.",
     ),
-    "Use an even model.head_dim, and a model.rotary_fraction that leaves it even.",
+    "Choose a fraction of model.head_dim that is even.",
   ),
   Rule(
     "model.kv_lora_rank",

@@ -51,6 +51,8 @@ def run(main: Callable[[RunConfig, str], Any], *, record: bool = True) -> None:
   """
   try:
     config, workdir = parse(sys.argv)
+    if not record and not os.path.isdir(workdir):
+      raise ConfigError("--workdir", f"there is no directory {workdir}.", "Name the --workdir of a run.")
     check_writable(workdir)
   except ConfigError as error:
     _refuse(error)

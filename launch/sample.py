@@ -14,7 +14,7 @@ from absl import flags
 from launch import _flags
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
-from sao_jax.training import episodes, phases, sampling, setup
+from sao_jax.training import episodes, interrupt, phases, sampling, setup
 
 _PHASE = flags.DEFINE_enum("phase", "", ["", "sft", "train"], "Whose policy; by default the newest.")
 _PROMPT = flags.DEFINE_integer("prompt", 0, "Which held-out prompt.", lower_bound=0)
@@ -34,9 +34,12 @@ def main(config: RunConfig, workdir: str) -> None:
   if _PROMPT.value >= len(prompts):
     raise ConfigError("--prompt", f"there is no held-out prompt {_PROMPT.value}", f"use 0 to {len(prompts) - 1}")
   params = setup.make_publisher(learner)(params)
-  with sampling.make_service(config, params, seed=config.training.seed, version=version) as service:
+  with (
+    interrupt.Interrupt() as stop,
+    sampling.make_service(config, params, seed=config.training.seed, version=version) as service,
+  ):
     trajectories, failures = episodes.run_episodes(
-      config, service, [prompts[_PROMPT.value]], temperature=_TEMPERATURE.value
+      config, service, [prompts[_PROMPT.value]], temperature=_TEMPERATURE.value, interrupt=stop
     )
   if failures:
     raise ConfigError("environment", f"the episode has no outcome: {failures[0]}", "mend the environment, or try again")

@@ -11,6 +11,8 @@ import training_toy
 
 from sao_jax.algorithm.train_step import make_train_step
 from sao_jax.data.prompts import make_prompt_iterator
+from sao_jax.environments.base import EnvironmentFailure
+from sao_jax.rollout.failures import EnvironmentDown
 from sao_jax.rollout.packing import pack, shard_batch
 from sao_jax.training import episodes, loop, phases, sampling, setup, sft
 from sao_jax.training.checkpoint import Checkpointer
@@ -199,3 +201,38 @@ def test_a_demonstrations_mistakes_do_not_depend_on_its_question(tmp_path):
     right[question[2] in "123"].append(trajectory.reward)
   assert min(len(rewards) for rewards in right.values()) > 300
   assert abs(np.mean(right[True]) - np.mean(right[False])) < 0.1
+
+
+class Failing(training_toy.ParityEpisode):
+  """Breaks for good after a number of episodes, which are counted over all instances."""
+
+  episodes, limit = 0, 0
+
+  async def reset(self, prompt):
+    Failing.episodes += 1
+    if Failing.episodes > Failing.limit:
+      raise EnvironmentFailure(self.name, "the server has gone")
+    return await super().reset(prompt)
+
+
+@dataclasses.dataclass(frozen=True)
+class FailingParity(training_toy.Parity):
+  make = staticmethod(lambda tokenizer: Failing())
+
+
+def test_what_was_trained_is_saved_when_the_rollout_side_fails(tmp_path, one_device, monkeypatch):
+  config = training_toy.replace(
+    training_toy.get_config(),
+    training={"audit": False, "steps": 50, "checkpoint_every": 1000},
+    rollout={"max_consecutive_failures": 2},
+  )
+  config = dataclasses.replace(config, environment=FailingParity())
+  monkeypatch.setattr(Failing, "limit", 64)  # the check of the prompts takes 32
+  with pytest.raises(EnvironmentDown, match="the server has gone"):
+    loop.train(config, tmp_path)
+  trained = read_metrics(tmp_path, "train")[-1]["step"]
+  assert trained >= 5
+  monkeypatch.setattr(Failing, "limit", 10**9)
+  config = training_toy.replace(config, training={"steps": trained})
+  assert loop.train(config, tmp_path).step == trained + 1
+  assert [line["step"] for line in read_metrics(tmp_path, "train")] == list(range(1, trained + 2))

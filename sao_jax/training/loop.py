@@ -33,7 +33,6 @@ from sao_jax.training.setup import Learner, abstract_state, make_learner, make_p
 from sao_jax.training.validation import validate
 from sao_jax.types import TrainState
 
-
 COMPILING_STEPS = 2  # after so many steps of a process everything is compiled, for the rest of the run
 
 
@@ -131,7 +130,14 @@ class _Run:
       try:
         delayed, step_metrics = DelayedFetch(), StepMetrics(rollouts)
         while step < phase.steps and not self.plateaued():
-          batch = take(rollouts, config.rollout.batch_size, version, self.interrupt)
+          try:
+            batch = take(rollouts, config.rollout.batch_size, version, self.interrupt)
+          except Exception:
+            logging.error("The rollout side failed; what was trained is saved: step %d.", step)
+            self.log(delayed.flush(), writer, progress)
+            self.save(step, state, rollouts, pinned.version == version)
+            self.checkpointer.wait()
+            raise
           if batch is None:
             break
           updates_policy = phase.updates_policy(step)

@@ -1,0 +1,46 @@
+"""Hugging Face folder to checkpoints, and back to a folder that transformers, vLLM and SGLang load.
+
+python -m launch.convert_hf --hf=models/Qwen3-0.6B --output=checkpoints/qwen3 [--dtype=bfloat16]
+python -m launch.convert_hf --checkpoint=runs/a/train --output=models/trained [--dtype=bfloat16] [--network=critic]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from absl import app, flags, logging
+
+from sao_jax.errors import ConfigError
+from sao_jax.training import convert
+
+_HF = flags.DEFINE_string("hf", None, "Hugging Face folder to convert to checkpoints.")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoints of a phase to convert to a Hugging Face folder.")
+_OUTPUT = flags.DEFINE_string("output", None, "What to write; it must be new.", required=True)
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of the weights; by default fp32, or as stored.")
+_BASE = flags.DEFINE_string("base", None, "Folder that the model started from, if the run does not name it.")
+_NETWORK = flags.DEFINE_enum("network", "policy", ["policy", "critic"], "Which network of the checkpoints.")
+_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; by default the newest.")
+
+EXIT_BAD_INPUT = 2
+
+
+def main(argv: list[str]) -> None:
+  """Converts in the direction that --hf or --checkpoint gives."""
+  try:
+    if len(argv) > 1:
+      raise ConfigError("command line", f"unexpected {argv[1]!r}.", "Flags begin with --, as in --output=models/a.")
+    if (_HF.value is None) == (_CHECKPOINT.value is None):
+      raise ConfigError("--hf", "give either it or --checkpoint.", "Pass one of them: what is to be converted.")
+    if _HF.value is not None:
+      convert.to_checkpoint(_HF.value, _OUTPUT.value, dtype=_DTYPE.value or "float32")
+    else:
+      options = {"base": _BASE.value, "network": _NETWORK.value, "dtype": _DTYPE.value, "step": _STEP.value}
+      convert.to_hf(_CHECKPOINT.value, _OUTPUT.value, **options)
+  except ConfigError as error:
+    sys.stderr.write(f"error: {error}\n")
+    sys.exit(EXIT_BAD_INPUT)
+
+
+if __name__ == "__main__":
+  logging.set_verbosity(logging.INFO)
+  app.run(main)

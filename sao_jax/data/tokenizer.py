@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int
@@ -13,6 +14,28 @@ NUM_SPECIALS = 16  # named ones and reserved ones
 NAMED = ("pad", "bos", "eos", "user", "assistant", "tool_call", "observation", "answer", "end")
 SPECIALS = tuple(f"<|{name}|>" for name in NAMED) + tuple(f"<|reserved_{i}|>" for i in range(NUM_SPECIALS - len(NAMED)))
 SPECIAL_PATTERN = re.compile("(" + "|".join(re.escape(special) for special in SPECIALS) + ")")
+
+
+class Tokenizer(Protocol):
+  """What every tokenizer offers; `ByteTokenizer` and `HFTokenizer` say more."""
+
+  vocab_size: int
+
+  def encode(self, text: str) -> Int[np.ndarray, "n"]:
+    """int32 ids of any text, none of them special."""
+    ...
+
+  def encode_with_specials(self, template: str) -> Int[np.ndarray, "n"]:
+    """int32 ids of trusted text in which the names of special tokens stand for the tokens."""
+    ...
+
+  def decode(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str:
+    """Text for people."""
+    ...
+
+  def decode_bytes(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str | None:
+    """Text of ids that are nothing but text, else None."""
+    ...
 
 
 class ByteTokenizer:

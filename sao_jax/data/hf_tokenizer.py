@@ -1,0 +1,230 @@
+"""Tokenizers of Hugging Face folders, through the `tokenizers` package (the extra `hf`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from sao_jax.errors import ConfigError
+
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MARKER = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)  # <|user|>, and the same with full-width bars
+REPLACEMENT = "\ufffd"
+
+
+class HFTokenizer:
+  """The tokenizer of a folder with tokenizer.json, with the interface of `ByteTokenizer`. Safe to share by threads.
+
+  Control tokens are those that text must not forge: the ones that tokenizer.json calls special, the ones that look
+  like `<|user|>`, and the ones that the folder's settings name (begin, end, stop, ...). `encode` never produces one.
+  Markup that the folder keeps as ordinary added tokens (`<think>`, `<tool_call>`) is read wherever it stands, as the
+  published inference engines do.
+
+  Attributes:
+    folder: where it was read from.
+    vocab_size: one more than the largest id; a model may have more rows.
+    control_ids: ids of the control tokens.
+    bos_id: the begin-of-sequence token, None where the folder has none.
+    eos_id: the end-of-sequence token of tokenizer_config.json, else the first of `stop_ids`.
+    pad_id: the padding token, else `eos_id`. Masks never come from ids.
+    stop_ids: ids that end a turn: `eos_token_id` of generation_config.json, else `eos_id`.
+    adds_bos: whether a sequence starts with `bos_id`.
+    token_names: the tokens that the settings name, for chat templates: {"eos_token": "<|im_end|>", ...}.
+  """
+
+  def __init__(self, folder: str | os.PathLike[str]):
+    """Reads the folder; nothing is downloaded.
+
+    Raises:
+      ConfigError: when the package or a file is missing, or the tokenizer cannot be used turn by turn.
+    """
+    self.folder = pathlib.Path(folder)
+    declared = read_json(self.folder / "tokenizer.json", "Save it with a fast tokenizer's `save_pretrained`.")
+    settings = {
+      **read_json(self.folder / "special_tokens_map.json"),
+      **read_json(self.folder / "tokenizer_config.json"),
+    }
+    self.token_names = {role: _content(settings[role]) for role in ROLES if settings.get(role) is not None}
+    named = {
+      role: self._declared_id(declared, self.token_names[role])
+      for role in ("bos_token", "eos_token", "pad_token")
+      if role in self.token_names
+    }
+    self.stop_ids = self._read_stop_ids(named.get("eos_token"))
+    self.bos_id, self.eos_id = named.get("bos_token"), named.get("eos_token", self.stop_ids[0])
+    self.pad_id = named.get("pad_token", self.eos_id)
+
+    self.control_ids = frozenset(
+      token["id"]
+      for token in declared["added_tokens"]
+      if token["special"] or MARKER.fullmatch(token["content"]) or token["id"] in (*named.values(), *self.stop_ids)
+    )
+    controls = [token for token in declared["added_tokens"] if token["id"] in self.control_ids]
+    for token in controls:
+      token["special"] = True  # so that one switch turns all of them into text
+    self._controls = {token["content"]: token["id"] for token in controls}
+    self._split = _splitter(controls)
+    self._tokenizer = self._load(declared)
+    self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+    self.adds_bos = self.bos_id is not None and bool(
+      settings.get("add_bos_token", self._tokenizer.encode("").ids[:1] == [self.bos_id])
+    )
+    self._check()
+
+  @property
+  def control_names(self) -> tuple[str, ...]:
+    """How the control tokens are written."""
+    return tuple(self._controls)
+
+  def id_of(self, name: str) -> int:
+    """The id of a token by its exact name, as in `id_of("<|im_end|>")`.
+
+    Raises:
+      ConfigError: when the tokenizer has no such token.
+    """
+    found = self._tokenizer.token_to_id(name)
+    if found is None:
+      raise ConfigError("tokenizer", f"{self.folder} has no token {name!r}.", "Use a name that tokenizer.json lists.")
+    return found
+
+  def encode(self, text: str) -> Int[np.ndarray, "n"]:
+    """Ids of any text as int32; the characters `<|im_end|>` become ordinary tokens, never the control token.
+
+    Raises:
+      UnicodeEncodeError: for half a surrogate pair, as `ByteTokenizer` does.
+    """
+    text.encode("utf-8")  # raises; the package would say that the text is no string
+    return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+  def encode_with_specials(self, template: str, restore: Callable[[str], str] = str) -> Int[np.ndarray, "n"]:
+    """Ids of *trusted* text in which the names of control tokens stand for the tokens; nothing is added around it.
+
+    Args:
+      template: the text.
+      restore: applied to the text between control tokens before it is encoded; what it puts in is plain text.
+    """
+    pieces = self._split.split(template)  # text, control token, text, ..., text
+    ids = []
+    for text, control in zip(pieces[0::2], [*pieces[1::2], None]):
+      ids.append(self.encode(restore(text)))
+      if control is not None:
+        exact = control if control in self._controls else control.strip()  # blanks that the token takes with it
+        ids.append(np.array([self._controls[exact]], dtype=np.int32))
+    return np.concatenate(ids)
+
+  def decode(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str:
+    """Text with control tokens by name; invalid UTF-8 and ids without a token (padded rows of a model) as U+FFFD.
+
+    Raises:
+      ValueError: for negative ids.
+    """
+    pieces: list[str] = []
+    run: list[int] = []
+    for token_id in np.asarray(token_ids, dtype=np.int64).tolist():
+      if token_id < 0:
+        raise ValueError(f"token id {token_id} is negative")
+      if token_id < self.vocab_size and self._tokenizer.id_to_token(token_id) is not None:
+        run.append(token_id)
+      else:
+        pieces += [self._tokenizer.decode(run, skip_special_tokens=False), REPLACEMENT]
+        run = []
+    return "".join([*pieces, self._tokenizer.decode(run, skip_special_tokens=False)])
+
+  def decode_bytes(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str | None:
+    """Text of ids that are all ordinary tokens of valid UTF-8 (U+FFFD itself not allowed), else None."""
+    ids = np.asarray(token_ids, dtype=np.int64)
+    if ids.size and (int(ids.min()) < 0 or not self.control_ids.isdisjoint(ids.tolist())):
+      return None
+    text = self.decode(ids)
+    return None if REPLACEMENT in text else text
+
+  def _declared_id(self, declared: dict[str, Any], name: str) -> int:
+    for token in declared["added_tokens"]:
+      if token["content"] == name:
+        return token["id"]
+    raise ConfigError(
+      "tokenizer", f"{self.folder} names {name!r}, which tokenizer.json does not list.", "Save the folder again."
+    )
+
+  def _read_stop_ids(self, eos_id: int | None) -> tuple[int, ...]:
+    stop_ids = read_json(self.folder / "generation_config.json").get("eos_token_id", eos_id)
+    if stop_ids in (None, []):
+      raise ConfigError(
+        "tokenizer",
+        f"Nothing in {self.folder} says which token ends a turn.",
+        "Add eos_token to tokenizer_config.json, or eos_token_id to generation_config.json.",
+      )
+    return tuple(stop_ids) if isinstance(stop_ids, list) else (stop_ids,)
+
+  def _load(self, declared: dict[str, Any]) -> Any:
+    try:
+      import tokenizers
+    except ImportError as error:
+      raise ConfigError(
+        "tokenizer", f"The package tokenizers is not installed ({error}).", "Run: pip install -e '.[hf]'"
+      ) from error
+    try:
+      tokenizer = tokenizers.Tokenizer.from_str(json.dumps(declared))
+    except Exception as error:  # the package raises plain exceptions
+      raise ConfigError(
+        "tokenizer", f"tokenizer.json of {self.folder} cannot be read: {error}", "Save the folder again."
+      ) from error
+    tokenizer.no_truncation()  # a saved file may carry both
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # control tokens become text; `encode_with_specials` puts them in by id
+    return tokenizer
+
+  def _check(self) -> None:
+    if self.decode(np.concatenate([self.encode(" a\n"), self.encode("a")])) != " a\na":
+      raise ConfigError(
+        "tokenizer",
+        f"The tokenizer of {self.folder} changes blanks at the start of a text, so turns cannot be joined.",
+        "Use a byte-level tokenizer without a prefix space, as those of Qwen and GLM.",
+      )
+    forged = [name for name, token_id in self._controls.items() if token_id in self.encode(name)]
+    if forged:
+      raise ConfigError(
+        "tokenizer",
+        f"Plain text produces the control tokens {forged} of {self.folder}.",
+        "Use a tokenizer whose control tokens are added tokens only.",
+      )
+
+
+def read_json(path: pathlib.Path, remedy: str | None = None) -> dict[str, Any]:
+  """The object in a JSON file; without a remedy, {} when there is no such file.
+
+  Raises:
+    ConfigError: when the file is missing and has a remedy, or holds no JSON object.
+  """
+  if not path.is_file():
+    if remedy is None:
+      return {}
+    raise ConfigError("tokenizer", f"{path.parent} has no {path.name}.", remedy)
+  try:
+    value = json.loads(path.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ConfigError("tokenizer", f"{path} is not JSON: {error}", "Save the folder again.") from error
+  if not isinstance(value, dict):
+    raise ConfigError("tokenizer", f"{path} holds a {type(value).__name__}, not an object.", "Save the folder again.")
+  return value
+
+
+def _content(token: str | dict[str, Any]) -> str:
+  return token["content"] if isinstance(token, dict) else token
+
+
+def _splitter(controls: Sequence[dict[str, Any]]) -> re.Pattern[str]:
+  """Splits text at control tokens, longest first, with the blanks that a token is declared to take with it."""
+  names = sorted(controls, key=lambda token: -len(token["content"]))
+  patterns = [
+    (r"\s*" if token["lstrip"] else "") + re.escape(token["content"]) + (r"\s*" if token["rstrip"] else "")
+    for token in names
+  ]
+  return re.compile("(" + ("|".join(patterns) or r"(?!)") + ")")

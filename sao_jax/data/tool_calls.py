@@ -1,0 +1,247 @@
+"""Tool calls in what an assistant said: pure functions from text to calls, one for each published format.
+
+Qwen and Hermes:  <tool_call>
+                  {"name": "search", "arguments": {"query": "jax"}}
+                  </tool_call>
+GLM:              <tool_call>search
+                  <arg_key>query</arg_key>
+                  <arg_value>jax</arg_value>
+                  </tool_call>
+
+Nothing that a policy writes raises: a call that cannot be read becomes a `ParseError`, whose `observation` tells the
+policy so. Thinking holds no calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+THINK, END_THINK, CALL, END_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
+KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+SHOWN = 200  # characters of a broken call that its observation repeats
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+  """A call that could be read. Arguments are JSON values; whether the tool exists and likes them is its own affair."""
+
+  name: str
+  arguments: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParseError:
+  """A call that could not be read: what is wrong with it, one clause, and its text."""
+
+  problem: str
+  text: str
+
+  @property
+  def observation(self) -> str:
+    """What to answer to the policy."""
+    shown = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}..."
+    return f"Error: this tool call could not be read, {self.problem}: {shown}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedTurn:
+  """What an assistant said in one turn.
+
+  Attributes:
+    thinking: the text between think tags.
+    items: the rest in order: text as it stands (blank text left out), calls, and calls that could not be read.
+  """
+
+  thinking: str
+  items: tuple[str | ToolCall | ParseError, ...]
+
+  @property
+  def text(self) -> str:
+    """All text outside thinking and calls."""
+    return "".join(item for item in self.items if isinstance(item, str))
+
+  @property
+  def calls(self) -> tuple[ToolCall | ParseError, ...]:
+    """All calls in order, readable or not: each of them wants an answer."""
+    return tuple(item for item in self.items if not isinstance(item, str))
+
+
+def parse_hermes(text: str) -> ParsedTurn:
+  """Reads calls in the format of Qwen and Hermes: one JSON object with `name` and `arguments` each."""
+  return _parse(text, _read_hermes)
+
+
+def parse_glm(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+  """Reads calls in GLM's format: a name, then keys and values.
+
+  The format writes strings bare and other values as JSON. A value is a string where the tool's schema says so,
+  otherwise what its JSON means. Without a schema, what is no JSON is a string.
+
+  Args:
+    text: what the assistant said.
+    tools: JSON schemas of the tools, as given to the chat template.
+  """
+  return _parse(text, lambda text, start: _read_glm(text, start, tools))
+
+
+class _Broken(Exception):
+  """Why a call cannot be read."""
+
+
+Reader = Callable[[str, int], tuple[ToolCall, int]]  # text, place behind <tool_call> -> call, place behind </tool_call>
+
+
+def _parse(text: str, read: Reader) -> ParsedTurn:
+  thinking: list[str] = []
+  items: list[str | ToolCall | ParseError] = []
+  place, think, call = 0, -1, -1
+  while place < len(text):
+    think = think if think >= place else _find(text, THINK, place)
+    call = call if call >= place else _find(text, CALL, place)
+    mark = min(think, call)
+    if text[place:mark].strip():
+      items.append(text[place:mark])
+    if mark == len(text):
+      break
+    if think < call:
+      end = _find(text, END_THINK, think)  # unclosed thinking goes on to the end
+      thinking.append(text[think + len(THINK) : end])
+      place = end + len(END_THINK)
+      continue
+    try:
+      item, place = read(text, call + len(CALL))
+    except _Broken as broken:
+      place = min(_find(text, END_CALL, call) + len(END_CALL), _find(text, CALL, call + len(CALL)))
+      item = ParseError(str(broken), text[call:place])
+    items.append(item)
+  return ParsedTurn("\n".join(thinking), tuple(items))
+
+
+def _read_hermes(text: str, start: int) -> tuple[ToolCall, int]:
+  start = _skip_blanks(text, start)
+  try:
+    value, end = _decode(text, start)
+  except json.JSONDecodeError as error:
+    raise _Broken(f"it holds no valid JSON ({error.msg} at character {error.pos - start})") from error
+  except ValueError as error:
+    raise _Broken(f"it holds no valid JSON ({error})") from error
+  end = _expect(text, end, END_CALL, "behind the JSON object")
+  if not isinstance(value, dict):
+    raise _Broken("it must be a JSON object")
+  if sorted(value) != ["arguments", "name"]:
+    raise _Broken(f"it must have the keys name and arguments, not {', '.join(map(repr, value)) or 'none'}")
+  if not isinstance(value["name"], str) or not value["name"].strip():
+    raise _Broken("name must be a string that is not empty")
+  if not isinstance(value["arguments"], dict):
+    raise _Broken("arguments must be a JSON object")
+  return ToolCall(value["name"], value["arguments"]), end
+
+
+def _read_glm(text: str, start: int, tools: Sequence[Mapping[str, Any]]) -> tuple[ToolCall, int]:
+  place = min(_find(text, tag, start) for tag in (KEY, END_CALL, CALL))
+  name = text[start:place].strip()
+  if not name or "\n" in name or "<" in name:
+    raise _Broken("the name of the tool must stand on one line behind <tool_call>")
+  schema = _properties(name, tools)
+  arguments: dict[str, Any] = {}
+  while text.startswith(KEY, place):
+    key, place = _between(text, place, KEY, END_KEY)
+    value, place = _between(text, _skip_blanks(text, place), VALUE, END_VALUE)
+    if key in arguments:
+      raise _Broken(f"it gives {key!r} twice")
+    arguments[key] = _glm_value(key, value, schema)
+    place = _skip_blanks(text, place)
+  return ToolCall(name, arguments), _expect(text, place, END_CALL, "behind the arguments")
+
+
+def _glm_value(key: str, value: str, schema: Mapping[str, Any]) -> Any:
+  described = schema.get(key)
+  declared = described.get("type") if isinstance(described, Mapping) else None
+  allowed = (declared,) if isinstance(declared, str) else tuple(declared or ())
+  if allowed == ("string",):
+    return value
+  try:
+    decoded, end = _decode(value, _skip_blanks(value, 0))
+    is_json = _skip_blanks(value, end) == len(value)
+  except ValueError:
+    is_json = False
+  if is_json and (not allowed or any(_has_type(decoded, name) for name in allowed)):
+    return decoded
+  if not allowed or "string" in allowed:
+    return value
+  raise _Broken(f"the value of {key!r} must be JSON of type {' or '.join(allowed)}")
+
+
+def _has_type(value: Any, name: str) -> bool:
+  """Whether a JSON value is of the type that a JSON schema calls `name`."""
+  if isinstance(value, bool):
+    return name == "boolean"
+  types = {"integer": int, "number": int | float, "object": dict, "array": list, "null": type(None), "string": str}
+  return name in types and isinstance(value, types[name])
+
+
+def _properties(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+  """The schemas of a tool's arguments, {} where there are none."""
+  for tool in tools:
+    function = tool.get("function", tool)
+    if function.get("name") == name:
+      return (function.get("parameters") or {}).get("properties") or {}
+  return {}
+
+
+def _decode(text: str, start: int) -> tuple[Any, int]:
+  """(value, place behind it) of the JSON at `start`. Raises ValueError for what is not strict JSON of valid text."""
+  try:
+    value, end = DECODER.raw_decode(text, start)
+    json.dumps(value, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no text, and no tokenizer takes it
+  except UnicodeEncodeError as error:
+    raise ValueError("half a surrogate pair") from error
+  except RecursionError as error:
+    raise ValueError("it is nested too deeply") from error
+  return value, end
+
+
+def _refuse_constant(name: str) -> NoReturn:
+  raise ValueError(f"{name} is no JSON number")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  value = dict(pairs)
+  if len(value) < len(pairs):
+    raise ValueError("an object has a key twice")
+  return value
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+
+
+def _between(text: str, place: int, opening: str, closing: str) -> tuple[str, int]:
+  """(what stands between the tags, place behind them)."""
+  start = _expect(text, place, opening, "between a key and its value")
+  end = text.find(closing, start)
+  if end < 0:
+    raise _Broken(f"{closing} is missing")
+  return text[start:end], end + len(closing)
+
+
+def _expect(text: str, place: int, tag: str, where: str) -> int:
+  """The place behind the tag, which blanks may precede."""
+  place = _skip_blanks(text, place)
+  if not text.startswith(tag, place):
+    raise _Broken(f"{tag} is missing {where}")
+  return place + len(tag)
+
+
+def _skip_blanks(text: str, place: int) -> int:
+  while place < len(text) and text[place].isspace():
+    place += 1
+  return place
+
+
+def _find(text: str, tag: str, start: int) -> int:
+  """Where the tag begins, the end of the text if it does not."""
+  place = text.find(tag, start)
+  return len(text) if place < 0 else place

@@ -33,6 +33,9 @@ class Trajectory:
     key: the prompt it came from.
     rollout_id: number of the rollout in this run; with the run seed it determines all random keys.
     info: small host-side facts for logs (latency in seconds, environment name, ...).
+    loss_mask: bool [T], the sampled tokens that are trained on; None: all of them.
+    segment_starts: int32 [segments], index of the first token of every segment; None: one segment. A segment has a
+      prompt of its own and does not see the tokens before it; reward, n and advantages belong to them all together.
   """
 
   token_ids: Int[np.ndarray, "T"]
@@ -45,14 +48,33 @@ class Trajectory:
   key: PromptKey
   rollout_id: int
   info: dict[str, float] = dataclasses.field(default_factory=dict)
+  loss_mask: Bool[np.ndarray, "T"] | None = None
+  segment_starts: Int[np.ndarray, "segments"] | None = None
 
   def __len__(self) -> int:
     return len(self.token_ids)
 
   @property
+  def begins(self) -> Bool[np.ndarray, "T"]:
+    """Where a segment begins."""
+    begins = np.zeros(len(self), np.bool_)
+    begins[[0] if self.segment_starts is None else self.segment_starts] = True
+    return begins
+
+  @property
   def num_sampled(self) -> int:
     """n = sum of the action mask."""
     return int(self.action_mask.sum())
+
+  @property
+  def trained(self) -> Bool[np.ndarray, "T"]:
+    """The sampled tokens that are trained on."""
+    return self.action_mask if self.loss_mask is None else self.loss_mask
+
+  @property
+  def num_trained(self) -> int:
+    """How many they are."""
+    return int(self.trained.sum())
 
   @property
   def oldest_version(self) -> int:
@@ -66,9 +88,13 @@ class TrajectoryBatch:
 
   Attributes:
     token_ids: int32 [B, T]; 0 on padding (never infer a mask from ids).
-    segment_ids: int32 [B, T]; 0 on padding, 1, 2, ... for the trajectories of a row, in order.
+    segment_ids: int32 [B, T]; 0 on padding, 1, 2, ... for the segments of a row, in order: what sees each other.
+    trajectory_ids: int32 [B, T]; 0 on padding, 1, 2, ... for the trajectories of a row, of one or more segments each:
+      what advantages run over.
     positions: int32 [B, T]; restarts at 0 with every segment.
-    action_mask: bool [B, T]; True on sampled tokens.
+    action_mask: bool [B, T]; True on sampled tokens: those that advantages run over, whose number is n.
+    loss_mask: bool [B, T]; True on the sampled tokens that enter the losses, whose number is N. A sampled token that is
+      not trained (over age, say) keeps its place in the advantages of the others.
     behavior_logprobs: float32 [B, T]; NaN where not sampled, so that an unmasked use is seen at once.
     policy_version: int32 [B, T]; -1 where not sampled.
     rewards: float32 [B, T]; the episode's reward on its last sampled token, 0 elsewhere.
@@ -77,8 +103,10 @@ class TrajectoryBatch:
 
   token_ids: Int[Array, "B T"]
   segment_ids: Int[Array, "B T"]
+  trajectory_ids: Int[Array, "B T"]
   positions: Int[Array, "B T"]
   action_mask: Bool[Array, "B T"]
+  loss_mask: Bool[Array, "B T"]
   behavior_logprobs: Float[Array, "B T"]
   policy_version: Int[Array, "B T"]
   rewards: Float[Array, "B T"]

@@ -28,6 +28,7 @@ class Toy:
   versions: np.ndarray
   reward: float
   truncated: bool = False
+  loss_mask: np.ndarray | None = None  # None: all sampled tokens are trained
 
 
 def random_toy(rng: np.random.Generator, mask: list[int] | None = None, **changes) -> Toy:
@@ -52,8 +53,10 @@ def pack(rows: list[list[Toy]], length: int = 16) -> TrajectoryBatch:
   batch = TrajectoryBatch(
     token_ids=np.zeros(shape, np.int32),
     segment_ids=np.zeros(shape, np.int32),
+    trajectory_ids=np.zeros(shape, np.int32),
     positions=np.zeros(shape, np.int32),
     action_mask=np.zeros(shape, bool),
+    loss_mask=np.zeros(shape, bool),
     behavior_logprobs=np.full(shape, np.nan, np.float32),
     policy_version=np.full(shape, -1, np.int32),
     rewards=np.zeros(shape, np.float32),
@@ -64,9 +67,10 @@ def pack(rows: list[list[Toy]], length: int = 16) -> TrajectoryBatch:
     for segment, toy in enumerate(toys, 1):
       where = (row, slice(start, start + len(toy.token_ids)))
       batch.token_ids[where] = toy.token_ids
-      batch.segment_ids[where] = segment
+      batch.segment_ids[where] = batch.trajectory_ids[where] = segment
       batch.positions[where] = np.arange(len(toy.token_ids))
       batch.action_mask[where] = toy.action_mask
+      batch.loss_mask[where] = toy.action_mask if toy.loss_mask is None else toy.loss_mask
       batch.behavior_logprobs[where] = toy.behavior_logprobs
       batch.policy_version[where] = toy.versions
       batch.truncated[where] = toy.truncated

@@ -16,7 +16,14 @@ from sao_jax.rollout.episode import EpisodeLimits, run_episode
 from sao_jax.rollout.failures import EnvironmentTimeout, Outcome, UnexpectedFailure, outcome_of, reason_of
 from sao_jax.types import Status
 
-LIMITS = EpisodeLimits(max_turns=9, max_tokens=1000, max_tokens_per_turn=50, context_length=1000, vocab_size=VOCAB_SIZE)
+LIMITS = EpisodeLimits(
+  max_turns=9,
+  max_tokens=1000,
+  max_tokens_per_turn=50,
+  context_length=1000,
+  trajectory_length=10**6,
+  vocab_size=VOCAB_SIZE,
+)
 
 
 def run(environment, sampler=None, timeout=5.0, **limits):

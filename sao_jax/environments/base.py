@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int
 
-from sao_jax.data.tokenizer import ByteTokenizer
+from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.environments.failures import EnvironmentFailure, GraderFailure, InfrastructureFailure
 from sao_jax.episode_types import PromptKey, Status
 from sao_jax.rewards.scalar import check_reward
@@ -56,12 +56,15 @@ class StepResult:
     done: whether the episode has ended.
     reward: the reward of the whole episode, one finite number; required when done, None otherwise.
     info: small facts for logs, name -> number.
+    new_context: the observation takes the place of all that came before, as when a template rewrites the history: the
+      policy goes on from it alone. What was sampled is still trained, in the context in which it was sampled.
   """
 
   observation: Int[np.ndarray, "n"] | Sequence[int]
   done: bool
   reward: float | None = None
   info: dict[str, float] = dataclasses.field(default_factory=dict)
+  new_context: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +119,15 @@ class EnvironmentSpec(Protocol):
 
   name: str
 
-  def tokenizer(self) -> ByteTokenizer:
+  def tokenizer(self) -> Tokenizer:
     """The tokenizer that the environment's tokens come from."""
     ...
 
-  def make(self, tokenizer: ByteTokenizer) -> Environment:
+  def make(self, tokenizer: Tokenizer) -> Environment:
     """A fresh environment for one episode."""
     ...
 
-  def prompts(self, tokenizer: ByteTokenizer, split: str, seed: int) -> Sequence[Prompt]:
+  def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
     """Random access to the prompts of "train" or "heldout" (`len`, `[index]`); equal arguments, equal prompts."""
     ...
 
@@ -133,7 +136,7 @@ class EnvironmentSpec(Protocol):
 class DemonstratingSpec(EnvironmentSpec, Protocol):
   """The settings of an environment with an expert; SFT needs one, RL does not."""
 
-  def demonstration(self, prompt: Prompt, tokenizer: ByteTokenizer, rng: np.random.Generator) -> Demonstration:
+  def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
     """One imperfect expert episode on the prompt."""
     ...
 
@@ -175,6 +178,8 @@ def check_step_result(result: Any, *, environment: str, vocab_size: int) -> Step
     result.observation, environment=environment, vocab_size=vocab_size, what="the observation"
   )
   done = bool(result.done)
+  if result.new_context and (done or not len(observation)):
+    raise EnvironmentFailure(environment, "a new context needs at least one token, and a turn that follows")
   if not done and result.reward is not None:
     raise EnvironmentFailure(environment, f"a reward ({result.reward!r:.80}) before the episode is done")
   reward = check_reward(result.reward, environment) if done else None

@@ -11,6 +11,8 @@ from sao_jax.types import PromptKey, Status, Trajectory
 class TrajectoryBuilder:
   """One episode under construction: a prompt, then actions, each followed by an observation or by the end.
 
+  An observation may be replaced by a prompt: then a new segment begins, whose tokens do not see those before it.
+
   What it builds satisfies, by construction: all arrays have one length; the action mask is True exactly on sampled
   tokens; log-probs are finite and versions >= 0 exactly there; every earlier prefix is a prefix of the result.
   """
@@ -22,12 +24,18 @@ class TrajectoryBuilder:
     self._logprobs: list[np.ndarray] = []
     self._versions: list[np.ndarray] = []
     self._turn_starts: list[int] = []
+    self._segment_starts: list[int] = []
     self._length = 0
     self._num_sampled = 0
 
   def __len__(self) -> int:
-    """Tokens so far: prompt + actions + observations."""
+    """Tokens so far, of all segments."""
     return self._length
+
+  @property
+  def context_length(self) -> int:
+    """Tokens of the segment under way: prompt + actions + observations."""
+    return self._length - self._segment_starts[-1] if self._segment_starts else 0
 
   @property
   def num_sampled(self) -> int:
@@ -40,9 +48,10 @@ class TrajectoryBuilder:
     return len(self._turn_starts)
 
   def append_prompt(self, token_ids: Int[np.ndarray, " n"]) -> None:
-    """Starts the trajectory."""
-    if self._length or not len(token_ids):
-      raise ValueError("a trajectory starts with exactly one prompt of at least one token")
+    """Starts the trajectory, or a new segment of it."""
+    if not len(token_ids) or (self._length and not self._sampled_last):
+      raise ValueError("a segment starts with exactly one prompt of at least one token, at first or after an action")
+    self._segment_starts.append(self._length)
     self._append_unsampled(token_ids)
 
   def append_action(
@@ -67,6 +76,10 @@ class TrajectoryBuilder:
       raise ValueError("an observation needs an action before it")
     self._append_unsampled(token_ids)
 
+  @property
+  def _sampled_last(self) -> bool:
+    return bool(self._mask) and bool(self._mask[-1].any())
+
   def build(self, reward: float, status: Status, info: dict[str, float] | None = None) -> Trajectory:
     """The finished trajectory."""
     if not self._turn_starts:
@@ -77,6 +90,7 @@ class TrajectoryBuilder:
       behavior_logprobs=np.concatenate(self._logprobs),
       policy_version=np.concatenate(self._versions),
       turn_starts=np.asarray(self._turn_starts, dtype=np.int32),
+      segment_starts=np.asarray(self._segment_starts, dtype=np.int32),
       reward=float(reward),
       status=status,
       key=self._key,

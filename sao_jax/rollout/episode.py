@@ -42,7 +42,8 @@ class EpisodeLimits:
     max_turns: actions per episode.
     max_tokens: sampled tokens per episode.
     max_tokens_per_turn: sampled tokens per action.
-    context_length: prompt + actions + observations.
+    context_length: prompt + actions + observations, of one segment.
+    trajectory_length: of all segments of an episode together, which are trained in one row.
     vocab_size: an environment's ids must lie below it.
   """
 
@@ -50,31 +51,37 @@ class EpisodeLimits:
   max_tokens: int
   max_tokens_per_turn: int
   context_length: int
+  trajectory_length: int
   vocab_size: int
 
   @classmethod
   def of(cls, config: RolloutConfig, *, context_length: int, vocab_size: int) -> EpisodeLimits:
     """The limits that a rollout configuration sets, in a context of `context_length` tokens."""
-    return cls(config.max_turns, config.max_tokens, config.max_tokens_per_turn, context_length, vocab_size)
+    row_length = max(config.row_lengths)
+    return cls(config.max_turns, config.max_tokens, config.max_tokens_per_turn, context_length, row_length, vocab_size)
+
+  def room(self, builder: TrajectoryBuilder, context_length: int | None = None) -> int:
+    """Tokens that still fit, by default behind the segment under way."""
+    context = builder.context_length if context_length is None else context_length
+    return min(self.context_length - context, self.trajectory_length - len(builder))
 
   def turn_cap(self, builder: TrajectoryBuilder) -> int:
     """Tokens that the next action may have: whatever is least of turn cap, budget left and context left."""
-    budget, context = self.max_tokens - builder.num_sampled, self.context_length - len(builder)
-    return min(self.max_tokens_per_turn, budget, context)
+    return min(self.max_tokens_per_turn, self.max_tokens - builder.num_sampled, self.room(builder))
 
   def status_of_cut_action(self, builder: TrajectoryBuilder, cap: int) -> Status:
     """Why an action ended without a stop token: context, unless the turn's cap or the budget was as tight."""
     tight = cap == self.max_tokens_per_turn or builder.num_sampled >= self.max_tokens
-    full = len(builder) >= self.context_length
+    full = self.room(builder) <= 0
     return Status.TRUNCATED_CONTEXT if full and not tight else Status.TRUNCATED_LENGTH
 
-  def status_before_next_turn(self, builder: TrajectoryBuilder, observation_length: int) -> Status | None:
+  def status_before_next_turn(self, builder: TrajectoryBuilder, result: StepResult) -> Status | None:
     """Why no further action fits behind the observation, or None when one does."""
     if builder.num_turns >= self.max_turns:
       return Status.TRUNCATED_TURNS
     if builder.num_sampled >= self.max_tokens:
       return Status.TRUNCATED_LENGTH
-    if len(builder) + observation_length >= self.context_length:
+    if len(result.observation) >= self.room(builder, 0 if result.new_context else None):
       return Status.TRUNCATED_CONTEXT
     return None
 
@@ -118,7 +125,7 @@ async def run_episode(
   builder = TrajectoryBuilder(prompt.key, rollout_id)
   builder.append_prompt(prompt_ids)
   info: dict[str, float] = {}
-  new_ids, reward, status = prompt_ids, None, None
+  new_ids, new_context, reward, status = prompt_ids, False, None, None
   while status is None:
     cap = limits.turn_cap(builder)
     stop_ids = tuple(environment.stop_ids)
@@ -130,6 +137,7 @@ async def run_episode(
       stop_ids=stop_ids,
       temperature=temperature,
       keep_slot=builder.num_turns + 1 < limits.max_turns,
+      new_context=new_context,
     )
     completion = await generate(request)
     action_ids, logprobs, versions = check_completion(completion, cap, stop_ids)
@@ -139,12 +147,14 @@ async def run_episode(
       break
     result = await caller.step(action_ids)
     info |= result.info
-    new_ids = result.observation
+    new_ids, new_context = result.observation, result.new_context
     if result.done:
       status, reward = Status.TERMINATED, result.reward
     else:
-      status = limits.status_before_next_turn(builder, len(new_ids))
-    if status is None or (result.done and len(builder) + len(new_ids) <= limits.context_length):
+      status = limits.status_before_next_turn(builder, result)
+    if status is None and new_context:
+      builder.append_prompt(new_ids)
+    elif status is None or (result.done and len(new_ids) <= limits.room(builder)):
       builder.append_observation(new_ids)
   if reward is None:
     reward = await caller.on_truncated(status)
@@ -207,7 +217,7 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
   Raises:
     TimeoutWithin: when the time is over.
   """
-  task = asyncio.ensure_future(awaitable)
+  task = asyncio.create_task(_contained(awaitable), name=f"{asyncio.current_task().get_name()}, call")
   try:
     done, _ = await asyncio.wait({task}, timeout=seconds)
     if not done:
@@ -219,3 +229,11 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
     if not task.done():
       task.cancel()
       task.add_done_callback(lambda task: task.cancelled() or task.exception())  # what it raises later has no reader
+
+
+async def _contained(awaitable: Awaitable[T]) -> T:
+  """Awaits; an attempt to leave the interpreter, which would end the event loop, becomes an ordinary error."""
+  try:
+    return await awaitable
+  except (KeyboardInterrupt, SystemExit) as error:
+    raise RuntimeError(f"the call tried to leave the interpreter with {error!r}") from error

@@ -53,7 +53,7 @@ def pack(
   the smallest row count that suffices. The result depends on the trajectories alone, not on their order.
 
   Args:
-    trajectories: each ends up in one row, as one segment, every token once and in order.
+    trajectories: each ends up in one row, every token once and in order.
     row_lengths: choices of T.
     row_counts: choices of B; multiples of `multiple_of`.
     multiple_of: micro-batches times data shards.
@@ -84,11 +84,11 @@ def pack(
 
 
 def unpack(batch: TrajectoryBatch) -> Iterator[dict[str, np.ndarray]]:
-  """Yields the fields of every segment, [length] each, row by row: the inverse of `pack`, for tests and inspection."""
+  """Yields the fields of every trajectory, [length] each, row by row: the inverse of `pack`, for tests, inspection."""
   fields = {field.name: np.asarray(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
-  for row, segments in enumerate(fields["segment_ids"]):
-    for segment in range(1, segments.max(initial=0) + 1):
-      inside = segments == segment
+  for row, trajectory_ids in enumerate(fields["trajectory_ids"]):
+    for trajectory in range(1, trajectory_ids.max(initial=0) + 1):
+      inside = trajectory_ids == trajectory
       yield {name: values[row][inside] for name, values in fields.items()}
 
 
@@ -133,21 +133,28 @@ def _fill(rows: list[list[Trajectory]], row_count: int, row_length: int) -> Traj
   batch = TrajectoryBatch(
     token_ids=np.zeros(shape, dtype=np.int32),
     segment_ids=np.zeros(shape, dtype=np.int32),
+    trajectory_ids=np.zeros(shape, dtype=np.int32),
     positions=np.zeros(shape, dtype=np.int32),
     action_mask=np.zeros(shape, dtype=np.bool_),
+    loss_mask=np.zeros(shape, dtype=np.bool_),
     behavior_logprobs=np.full(shape, np.nan, dtype=np.float32),
     policy_version=np.full(shape, -1, dtype=np.int32),
     rewards=np.zeros(shape, dtype=np.float32),
     truncated=np.zeros(shape, dtype=np.bool_),
   )
   for row, trajectories in enumerate(rows):
-    start = 0
-    for segment, trajectory in enumerate(trajectories, start=1):
+    start = segments = 0
+    for number, trajectory in enumerate(trajectories, start=1):
       at = (row, slice(start, start + len(trajectory)))
       batch.token_ids[at] = trajectory.token_ids
-      batch.segment_ids[at] = segment
-      batch.positions[at] = np.arange(len(trajectory), dtype=np.int32)
+      begins = trajectory.begins
+      batch.segment_ids[at] = segments + np.cumsum(begins, dtype=np.int32)
+      batch.trajectory_ids[at] = number
+      index = np.arange(len(trajectory), dtype=np.int32)
+      batch.positions[at] = index - np.maximum.accumulate(np.where(begins, index, 0))
+      segments = batch.segment_ids[row, start + len(trajectory) - 1]
       batch.action_mask[at] = trajectory.action_mask
+      batch.loss_mask[at] = trajectory.trained
       batch.behavior_logprobs[at] = trajectory.behavior_logprobs
       batch.policy_version[at] = trajectory.policy_version
       batch.truncated[at] = trajectory.status.truncated

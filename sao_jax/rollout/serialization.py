@@ -26,6 +26,7 @@ def trajectories_to_state(trajectories: list[Trajectory]) -> tuple[list[dict[str
     {
       "length": len(trajectory),
       "turn_starts": trajectory.turn_starts.tolist(),
+      "segment_starts": np.flatnonzero(trajectory.begins).tolist(),
       "reward": float(trajectory.reward),
       "status": trajectory.status.value,
       "key": list(trajectory.key),
@@ -50,6 +51,7 @@ def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.
       Trajectory(
         **tokens,
         turn_starts=np.asarray(record["turn_starts"], dtype=np.int32),
+        segment_starts=np.asarray(record["segment_starts"], dtype=np.int32),
         reward=record["reward"],
         status=Status(record["status"]),
         key=PromptKey(*record["key"]),

@@ -23,6 +23,7 @@ class Extension:
     start: index in the trajectory of the first token given; what the slot holds before it stays, 0 replaces all.
     token_ids: at least one token. The last one becomes the slot's pending token, the others are written.
     rollout_id: names the trajectory for its random numbers.
+    random_offset: what is added to the index of a token to make the index of its random numbers.
     budget: tokens to sample; 0 leaves the slot idle.
     stop_ids: at most MAX_STOP_IDS tokens that end the turn.
     temperature: of the turn.
@@ -35,6 +36,7 @@ class Extension:
   budget: int
   stop_ids: tuple[int, ...] = ()
   temperature: float = 1.0
+  random_offset: int = 0
 
   def check(self, context_length: int) -> None:
     """Refuses what the cache cannot hold, before anything is written.
@@ -88,6 +90,7 @@ class PrefillCall:
       lengths=np.zeros((self.rows,), np.int32),
       pending_token=np.zeros((self.rows,), np.int32),
       rollout_id=np.zeros((self.rows,), np.int32),
+      random_offset=np.zeros((self.rows,), np.int32),
       active=np.zeros((self.rows,), np.bool_),
       budget=np.zeros((self.rows,), np.int32),
       stop_ids=np.full((self.rows, MAX_STOP_IDS), -1, np.int32),
@@ -99,6 +102,7 @@ class PrefillCall:
       token_ids[row, : piece.count] = extension.token_ids[piece.offset : piece.offset + piece.count]
       counts[row], slots[row], fields.lengths[row] = piece.count, extension.slot, piece.start
       fields.pending_token[row], fields.rollout_id[row] = extension.token_ids[-1], extension.rollout_id
+      fields.random_offset[row] = extension.random_offset
       fields.active[row], fields.budget[row] = piece.last and extension.budget > 0, extension.budget
       fields.stop_ids[row, : len(extension.stop_ids)] = extension.stop_ids
       fields.temperature[row] = extension.temperature

@@ -25,6 +25,7 @@ class GenerateRequest:
     stop_ids: each of them ends the turn; the sampled stop token is part of the answer.
     temperature: 0 is for evaluation only.
     keep_slot: keep the session for another turn, until `release`; False forgets it after this one.
+    new_context: `new_token_ids` take the place of everything that the session holds (a rewritten history, say).
   """
 
   session_id: int
@@ -34,6 +35,7 @@ class GenerateRequest:
   stop_ids: tuple[int, ...] = ()
   temperature: float = 1.0
   keep_slot: bool = False
+  new_context: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -149,7 +149,8 @@ class Scheduler:
   def _accept(self, request: GenerateRequest, on_done: OnDone) -> None:
     """Takes a request; what is wrong with it goes to its caller alone."""
     session = self._sessions.get(request.session_id) or Session(rollout_id=request.rollout_id)
-    total = len(session.token_ids) + len(request.new_token_ids)
+    kept = 0 if request.new_context else len(session.token_ids)
+    total = kept + len(request.new_token_ids)
     budget = min(request.max_tokens, self._engine.config.context_length - total)
     error = self._error or _refusal(request, session, total, self._engine)
     if error is not None:
@@ -157,6 +158,8 @@ class Scheduler:
       return
     fresh = not session.token_ids
     self._sessions[request.session_id] = session
+    if request.new_context:
+      session.begin_context()
     session.token_ids += [int(token) for token in request.new_token_ids]
     session.turn = Turn(request, on_done, budget=max(budget, 0), steps_left=0)
     if budget <= 0:
@@ -296,7 +299,7 @@ def _refusal(request: GenerateRequest, session: Session, total: int, engine: Eng
     return problem
   if total == 0:
     return ConfigError("new_token_ids", "the prompt is empty.", "start with at least one token, for example BOS.")
-  if not session.token_ids and total >= context_length:
+  if (request.new_context or not session.token_ids) and total >= context_length:
     return ConfigError(
       "sampler.context_length",
       f"a prompt of {total} tokens leaves no room in a context of {context_length}.",

@@ -61,7 +61,8 @@ class Session:
 
   Attributes:
     rollout_id: names its random numbers.
-    token_ids: all tokens: prompts, observations, and the sampled ones that were read back.
+    token_ids: all tokens of its context: prompts, observations, and the sampled ones that were read back.
+    random_offset: tokens of its earlier contexts, so that no index of a random number is used twice.
     slot: where its keys and values live, or None: queued, parked, or about to end.
     written: tokens of the slot whose keys and values are valid, at most (exact between turns).
     turn: the running request, None while the environment works.
@@ -70,10 +71,16 @@ class Session:
 
   rollout_id: int
   token_ids: list[int] = dataclasses.field(default_factory=list)
+  random_offset: int = 0
   slot: int | None = None
   written: int = 0
   turn: Turn | None = None
   idle_since: int = 0
+
+  def begin_context(self) -> None:
+    """Forgets the tokens; what the slot holds is written over."""
+    self.random_offset += len(self.token_ids)
+    self.token_ids, self.written = [], 0
 
   def extension(self) -> Extension:
     """Everything that the slot does not hold yet, and the rest of the turn; `written` and `steps_left` follow."""
@@ -85,6 +92,7 @@ class Session:
       start=start,
       token_ids=self.token_ids[start:],
       rollout_id=self.rollout_id,
+      random_offset=self.random_offset,
       budget=turn.steps_left,
       stop_ids=turn.request.stop_ids,
       temperature=turn.request.temperature,

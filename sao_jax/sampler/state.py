@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.parallel.rules import AxisRules
-from sao_jax.sampler.cache import KVCache, empty_cache
+from sao_jax.sampler.cache import Cache, KVCache, empty_cache
 
 # Stop ids per slot; unused places hold -1, which no token equals.
 MAX_STOP_IDS = 8
@@ -29,6 +27,7 @@ class SlotState:
     lengths: int32, tokens whose keys and values are written; the pending token has this index in the trajectory.
     pending_token: int32, the last token, prompt or sampled.
     rollout_id: int32, with the run seed and a token's index it determines the token's random numbers.
+    random_offset: int32, added to that index: tokens of the trajectory's earlier contexts.
     active: bool, is a turn being decoded?
     budget: int32, tokens that the turn may still sample.
     stop_ids: int32, tokens that end the turn (they are sampled and kept); -1 where unused.
@@ -39,6 +38,7 @@ class SlotState:
   lengths: Int[Array, " S"]
   pending_token: Int[Array, " S"]
   rollout_id: Int[Array, " S"]
+  random_offset: Int[Array, " S"]
   active: Bool[Array, " S"]
   budget: Int[Array, " S"]
   stop_ids: Int[Array, "S n"]
@@ -50,7 +50,7 @@ class SlotState:
 class EngineState:
   """The whole device state, donated to every call."""
 
-  cache: KVCache
+  cache: Cache
   slots: SlotState
 
 
@@ -61,6 +61,7 @@ def empty_slots(num_slots: int) -> SlotState:
     lengths=zeros(jnp.int32),
     pending_token=zeros(jnp.int32),
     rollout_id=zeros(jnp.int32),
+    random_offset=zeros(jnp.int32),
     active=zeros(jnp.bool_),
     budget=zeros(jnp.int32),
     stop_ids=jnp.full((num_slots, MAX_STOP_IDS), -1, jnp.int32),
@@ -69,17 +70,18 @@ def empty_slots(num_slots: int) -> SlotState:
   )
 
 
-def state_shardings(mesh: Mesh, rules: AxisRules) -> EngineState:
-  """Slots over the data axes, kv heads over "tensor"."""
-  cache = NamedSharding(mesh, rules.spec("slots", None, "kv_heads"))
+def state_shardings(state: EngineState, mesh: Mesh, rules: AxisRules) -> EngineState:
+  """Slots over the data axes, kv heads over "tensor"; a latent is for all heads, so each of these devices has it."""
   slots = NamedSharding(mesh, rules.spec("slots"))
-  fields = [field.name for field in dataclasses.fields(SlotState)]
-  return EngineState(cache=KVCache(k=cache, v=cache), slots=SlotState(**dict.fromkeys(fields, slots)))
+  heads = NamedSharding(mesh, rules.spec("slots", None, "kv_heads"))
+  of_cache = heads if isinstance(state.cache, KVCache) else slots
+  place = lambda tree, sharding: jax.tree.map(lambda _: sharding, tree)
+  return EngineState(cache=place(state.cache, of_cache), slots=place(state.slots, slots))
 
 
 def place_state(state: EngineState, mesh: Mesh | None, rules: AxisRules) -> EngineState:
   """Tells the partitioner where the state lives, so that no program changes its layout."""
-  return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(mesh, rules))
+  return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, rules))
 
 
 def empty_state(model: ModelConfig, sampler: SamplerConfig, mesh: Mesh | None, rules: AxisRules) -> EngineState:
@@ -89,4 +91,6 @@ def empty_state(model: ModelConfig, sampler: SamplerConfig, mesh: Mesh | None, r
     cache = empty_cache(model, sampler.num_slots, sampler.context_length, sampler.cache_dtype)
     return EngineState(cache=cache, slots=empty_slots(sampler.num_slots))
 
-  return build() if mesh is None else jax.jit(build, out_shardings=state_shardings(mesh, rules))()
+  if mesh is None:
+    return build()
+  return jax.jit(build, out_shardings=state_shardings(jax.eval_shape(build), mesh, rules))()

@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.transformer import head_logits, trunk
+from sao_jax.models.transformer import Attend, head_logits, trunk
 from sao_jax.parallel.params import Params
 from sao_jax.parallel.rules import AxisRules
 from sao_jax.sampler.attend import cached_attend
-from sao_jax.sampler.cache import empty_cache, read_window, write_rows
+from sao_jax.sampler.cache import Cache, cache_dtype, empty_cache, num_positions, read_window, write_rows
+from sao_jax.sampler.latent_attend import cached_latent_attend
 from sao_jax.sampler.sampling import SamplingRule, sample_tokens, slot_uniforms
 from sao_jax.sampler.state import EngineState, SlotState, place_state
 
@@ -66,14 +67,14 @@ def extend(
     mesh: static.
     rules: static.
   """
-  capacity, length = state.cache.k.shape[-1], token_ids.shape[1]
+  capacity, length = num_positions(state.cache), token_ids.shape[1]
   starts = update.lengths
   overflow = starts + counts > capacity
   counts = jnp.where(overflow, 0, counts)
   positions = starts[:, None] + jnp.arange(length, dtype=jnp.int32)
   past = read_window(state.cache, slots, window)
-  new = empty_cache(config, token_ids.shape[0], length, state.cache.k.dtype)
-  attend = cached_attend(past, starts, step=0)
+  new = empty_cache(config, token_ids.shape[0], length, cache_dtype(state.cache))
+  attend = _attend(config, past, starts, 0, length)
   new = trunk(params, config, token_ids, positions, attend=attend, carry=new, mesh=mesh, rules=rules)[1]
   update = update.replace(lengths=starts + counts, active=update.active & ~overflow, overflow=overflow)
   cache = write_rows(state.cache, new, slots, starts, counts)
@@ -112,13 +113,13 @@ def decode(
     mesh: static.
     rules: static.
   """
-  num_slots, capacity = state.slots.lengths.shape[0], state.cache.k.shape[-1]
+  num_slots, capacity = state.slots.lengths.shape[0], num_positions(state.cache)
   everything = slots.shape[0] == num_slots
   first = state.slots if everything else jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode="clip"), state.slots)
   first = first.replace(active=first.active & (slots < num_slots))
   past = read_window(state.cache, None if everything else slots, window)
-  new = empty_cache(config, slots.shape[0], max_steps, state.cache.k.dtype)
-  uniforms = slot_uniforms(key, first.rollout_id, first.lengths + 1, max_steps)
+  new = empty_cache(config, slots.shape[0], max_steps, cache_dtype(state.cache))
+  uniforms = slot_uniforms(key, first.rollout_id, first.random_offset + first.lengths + 1, max_steps)
   shape = (max_steps, slots.shape[0])
   outputs = DecodeOutputs(
     tokens=jnp.zeros(shape, jnp.int32),
@@ -133,7 +134,7 @@ def decode(
 
   def one_step(carry):
     step, rows, new, outputs = carry
-    attend = cached_attend(past, first.lengths, step)
+    attend = _attend(config, past, first.lengths, step, max_steps)
     hidden, new = trunk(
       params,
       config,
@@ -158,6 +159,15 @@ def decode(
   cache = write_rows(state.cache, new, slots, first.lengths, last.lengths - first.lengths)
   table = last if everything else _put_rows(state.slots, slots, last)
   return place_state(EngineState(cache=cache, slots=table), mesh, rules), outputs.replace(overflow=last.overflow)
+
+
+def _attend(
+  config: ModelConfig, past: Cache, lengths: Int[Array, " R"], step: Int[Array, ""] | int, num_new: int
+) -> Attend:
+  """What the queries of a call with room for `num_new` positions read, for this model's kind of attention."""
+  if config.kv_lora_rank:
+    return cached_latent_attend(config, past, lengths, step, num_new)
+  return cached_attend(past, lengths, step)
 
 
 def _advance(rows: SlotState, tokens: Int[Array, " R"], capacity: int) -> tuple[SlotState, Bool[Array, " R"]]:

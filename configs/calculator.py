@@ -45,7 +45,7 @@ def get_config() -> RunConfig:
       max_tokens=64,
       max_tokens_per_turn=16,
       row_lengths=(96,),
-      row_counts=(40, 64),
+      row_counts=(32, 64),
     ),
     sft=SFTConfig(
       steps=800, batch_size=64, optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.0, warmup_steps=50)

@@ -17,5 +17,5 @@ def get_config() -> RunConfig:
     name="reasoning_gym",
     environment=ReasoningGym("spell_backward", {"min_word_len": 3, "max_word_len": 4}),
     sampler=dataclasses.replace(base.sampler, prefill_buckets=(64,)),
-    rollout=dataclasses.replace(base.rollout, max_turns=1, max_tokens=12, max_tokens_per_turn=12),
+    rollout=dataclasses.replace(base.rollout, max_turns=1, max_tokens=12, max_tokens_per_turn=12, row_counts=(40, 64)),
   )

@@ -5,7 +5,8 @@ import pathlib
 import setuptools
 
 EXTRAS = {
-  "hf": ["transformers>=5,<6", "tokenizers>=0.22,<1", "safetensors>=0.5,<1", "jinja2>=3.1,<4"],
+  "hf": ["transformers>=5,<6", "tokenizers>=0.22,<1", "safetensors>=0.5,<1", "jinja2>=3.1.6,<4"],
+  "parity": ["torch==2.13.0", "transformers==5.24.0"],  # what the parity tests compare with, to the digit
   "envs": ["reasoning-gym>=0.1.23,<0.2", "math-verify>=0.8,<1"],
   "report": ["matplotlib>=3.9,<4", "tensorboardX>=2.6.2,<3", "jinja2>=3.1,<4"],
   "tpu": ["jax[tpu]>=0.10.2,<0.12"],

@@ -55,10 +55,10 @@ def run(main: Callable[[RunConfig, str], Any], *, record: bool = True) -> None:
       raise ConfigError("--workdir", f"there is no directory {workdir}.", "Name the --workdir of a run.")
     check_writable(workdir)
   except ConfigError as error:
-    _refuse(error)
+    refuse(error)
 
   def start(_: Sequence[str]) -> None:
-    _set_up_logging()
+    set_up_logging()
     try:
       initialize_processes()
       validate(config, training=False)
@@ -68,7 +68,7 @@ def run(main: Callable[[RunConfig, str], Any], *, record: bool = True) -> None:
     except Interrupted:
       logging.info("Interrupted: there is no result, and nothing was written.")
     except ConfigError as error:
-      _refuse(error)
+      refuse(error)
 
   app.run(start, argv=sys.argv[:1], flags_parser=lambda argv: argv)
 
@@ -140,19 +140,18 @@ def record_config(config: RunConfig, workdir: str) -> None:
   """Writes `workdir/config.json`; when there was one, logs the fields that differ from it.
 
   Raises:
-    ConfigError: the directory holds checkpoints of a run with another seed or environment, which this one would go on
-      from.
+    ConfigError: the directory holds checkpoints of a run with another name or seed, from which this one would go on.
   """
   path = pathlib.Path(workdir) / CONFIG_FILE
   new = config_tree.to_json(config)
   if path.exists():
     try:
       old = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-      old = {}
-    begun = any((path.parent / phase).is_dir() for phase in PHASES)
+    except ValueError:  # cut short: there is nothing to compare with
+      old = new
+    begun = any(step.name.isdigit() for phase in PHASES for step in (path.parent / phase).glob("*"))
     for field, before, now in config_tree.differences(old, new):
-      if begun and (field == "training.seed" or field.startswith("environment")):
+      if begun and field in ("name", "training.seed"):
         raise ConfigError(
           "--workdir",
           f"{workdir} holds a run with {field}={before!r}, this one has {now!r}.",
@@ -220,7 +219,7 @@ def _configs() -> list[str]:
   return sorted(f"configs/{path.name}" for path in (REPOSITORY / "configs").glob("[!_]*.py")) or ["configs/NAME.py"]
 
 
-def _set_up_logging() -> None:
+def set_up_logging() -> None:
   """The log tells what this project does; of the libraries below it, what went wrong."""
   if flags.FLAGS["verbosity"].using_default_value:
     logging.set_verbosity(logging.INFO)
@@ -229,6 +228,7 @@ def _set_up_logging() -> None:
   logging.get_absl_handler().addFilter(is_ours)
 
 
-def _refuse(error: ConfigError) -> None:
+def refuse(error: ConfigError) -> None:
+  """Ends the program with the error on standard error and the exit status of bad input."""
   sys.stderr.write(f"error: {error}\n")
   sys.exit(EXIT_BAD_INPUT)

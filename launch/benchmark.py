@@ -28,7 +28,7 @@ _SUITE = flags.DEFINE_list("suite", list(SUITES), "What to measure.")
 _QUICK = flags.DEFINE_bool("quick", False, "Tiny shapes.")
 
 _CPU_DEVICES = flags.DEFINE_integer(
-  "cpu_devices", os.cpu_count(), "Devices that a CPU is divided into; 0: as XLA_FLAGS say.", lower_bound=0
+  "cpu_devices", len(os.sched_getaffinity(0)), "Devices that a CPU is divided into; 0: as XLA_FLAGS say.", lower_bound=0
 )
 
 flags.register_validator(

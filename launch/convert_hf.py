@@ -6,10 +6,9 @@ python -m launch.convert_hf --checkpoint=runs/a/train --output=models/trained [-
 
 from __future__ import annotations
 
-import sys
+from absl import app, flags
 
-from absl import app, flags, logging
-
+from launch import _flags
 from sao_jax.errors import ConfigError
 from sao_jax.training import convert
 
@@ -21,11 +20,10 @@ _BASE = flags.DEFINE_string("base", None, "Folder that the model started from, i
 _NETWORK = flags.DEFINE_enum("network", "policy", ["policy", "critic"], "Which network of the checkpoints.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; by default the newest.")
 
-EXIT_BAD_INPUT = 2
-
 
 def main(argv: list[str]) -> None:
   """Converts in the direction that --hf or --checkpoint gives."""
+  _flags.set_up_logging()
   try:
     if len(argv) > 1:
       raise ConfigError("command line", f"unexpected {argv[1]!r}.", "Flags begin with --, as in --output=models/a.")
@@ -37,10 +35,8 @@ def main(argv: list[str]) -> None:
       options = {"base": _BASE.value, "network": _NETWORK.value, "dtype": _DTYPE.value, "step": _STEP.value}
       convert.to_hf(_CHECKPOINT.value, _OUTPUT.value, **options)
   except ConfigError as error:
-    sys.stderr.write(f"error: {error}\n")
-    sys.exit(EXIT_BAD_INPUT)
+    _flags.refuse(error)
 
 
 if __name__ == "__main__":
-  logging.set_verbosity(logging.INFO)
   app.run(main)

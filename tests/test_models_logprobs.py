@@ -131,8 +131,10 @@ def packed_batch(ids, segments=None, positions=None):
   return TrajectoryBatch(
     token_ids=ids,
     segment_ids=segments,
+    trajectory_ids=segments,
     positions=jnp.broadcast_to(jnp.asarray(positions, jnp.int32), ids.shape),
     action_mask=flags,
+    loss_mask=flags,
     behavior_logprobs=numbers,
     policy_version=jnp.zeros_like(ids),
     rewards=numbers,

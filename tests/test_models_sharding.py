@@ -22,6 +22,7 @@ from sao_jax.types import TrajectoryBatch
 
 DENSE = ModelConfig(vocab_size=12, num_layers=2, d_model=8, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=8)
 MOE = dataclasses.replace(DENSE, num_experts=4, d_ff_expert=4, d_ff_shared=4, num_dense_layers=1, remat="full")
+MOE = dataclasses.replace(MOE, router="sigmoid", num_expert_groups=2, attention_bias=True, rotary_fraction=0.5)
 MESHES = {"data": MeshConfig(data=8, fsdp=1), "fsdp x expert x tensor": MeshConfig(fsdp=2, expert=2, tensor=2)}
 
 
@@ -37,7 +38,7 @@ def make_batch():
       positions[row, start : start + length] = np.arange(length)
       start += length
   numbers, flags = np.zeros(ids.shape, np.float32), np.zeros(ids.shape, bool)
-  return TrajectoryBatch(ids, segments, positions, flags, numbers, np.zeros_like(ids), numbers, flags)
+  return TrajectoryBatch(ids, segments, segments, positions, flags, flags, numbers, np.zeros_like(ids), numbers, flags)
 
 
 def loss_and_gradients(network, config, mesh):

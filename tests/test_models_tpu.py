@@ -16,8 +16,9 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from sao_jax.config import ModelConfig
+from sao_jax.models.attention import packed_attend
 from sao_jax.models.policy import make_policy_apply
-from sao_jax.models.transformer import param_specs
+from sao_jax.models.transformer import param_specs, trunk
 from sao_jax.parallel.mesh import AXES
 from sao_jax.parallel.params import abstract_params, param_shardings
 from sao_jax.parallel.rules import DEFAULT_RULES
@@ -35,7 +36,7 @@ params = jax.tree.map(place, abstract_params(specs), param_shardings(specs, mesh
 rows = NamedSharding(mesh, DEFAULT_RULES.spec("batch", "sequence"))
 field = lambda dtype: jax.ShapeDtypeStruct((16, 128), dtype, sharding=rows)
 ids, number, flag = field(jnp.int32), field(jnp.float32), field(jnp.bool_)
-batch = TrajectoryBatch(ids, ids, ids, flag, number, ids, number, flag)
+batch = TrajectoryBatch(ids, ids, ids, ids, flag, flag, number, ids, number, flag)
 policy_apply = make_policy_apply(config, mesh=mesh)
 
 def loss(params, batch):
@@ -43,7 +44,18 @@ def loss(params, batch):
 
 compiled = jax.jit(jax.grad(loss)).lower(params, batch).compile()
 kernels = compiled.as_text().count("tpu_custom_call")
-print(json.dumps({"kernels": kernels, "bytes": compiled.memory_analysis().temp_size_in_bytes}))
+
+one = NamedSharding(Mesh(devices[:, :1, :1, :1], AXES), jax.sharding.PartitionSpec())
+
+def flops(remat):
+  small = ModelConfig(vocab_size=8, num_layers=1, d_model=128, num_heads=2, head_dim=64, d_ff=512, remat=remat)
+  params = jax.tree.map(lambda leaf: place(leaf, one), abstract_params(param_specs(small)))
+  rows = jnp.ones((2, 64), jnp.int32)
+  value = lambda params: jnp.sum(jnp.square(trunk(params, small, rows, rows, attend=packed_attend(rows))[0]))
+  return jax.jit(jax.grad(value)).lower(params).compile().cost_analysis()["flops"]
+
+answer = {"kernels": kernels, "bytes": compiled.memory_analysis().temp_size_in_bytes}
+print(json.dumps(answer | {"remat": flops("full") / flops("none")}))
 """
 
 
@@ -61,3 +73,4 @@ def test_moe_policy_compiles_for_a_tpu_topology():
   answer = json.loads(done.stdout.splitlines()[-1])
   assert answer["kernels"] >= 9  # three products, and two more for the gradient of each
   assert answer["bytes"] > 0
+  assert answer["remat"] > 1.15  # also where a loop over one layer dissolves, the backward pass computes it again

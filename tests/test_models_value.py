@@ -24,7 +24,8 @@ def batch_of(ids):
   ids = jnp.asarray(ids, jnp.int32)
   numbers, flags = jnp.zeros(ids.shape, jnp.float32), jnp.ones(ids.shape, jnp.bool_)
   positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-  return TrajectoryBatch(ids, jnp.ones_like(ids), positions, flags, numbers, jnp.zeros_like(ids), numbers, flags)
+  ones = jnp.ones_like(ids)
+  return TrajectoryBatch(ids, ones, ones, positions, flags, flags, numbers, jnp.zeros_like(ids), numbers, flags)
 
 
 def test_zero_head_gives_zero_values_and_no_trunk_gradient():

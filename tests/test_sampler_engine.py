@@ -105,8 +105,10 @@ def learner_logprobs(model, params, record):
   batch = TrajectoryBatch(
     token_ids=pad(record.ids, 0, np.int32),
     segment_ids=pad([1] * length, 0, np.int32),
+    trajectory_ids=pad([1] * length, 0, np.int32),
     positions=pad(range(length), 0, np.int32),
     action_mask=pad(record.mask, False, bool),
+    loss_mask=pad(record.mask, False, bool),
     behavior_logprobs=pad(record.logprobs, np.nan, np.float32),
     policy_version=pad(record.versions, -1, np.int32),
     rewards=jnp.zeros((1, 48), jnp.float32),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 
 import jax
 import numpy as np
@@ -15,6 +17,7 @@ from sao_jax.parallel.mesh import make_mesh
 from sao_jax.parallel.params import init_params, param_shardings
 from sao_jax.sampler import steps
 from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.prefill import PrefillCall
 from sao_jax.sampler.requests import GenerateRequest
 from sao_jax.sampler.scheduler import Scheduler
 
@@ -61,6 +64,35 @@ def test_mesh_equals_one_device():
   compiled = steps.decode._cache_size(), steps.extend._cache_size()
   sample(engine)
   assert (steps.decode._cache_size(), steps.extend._cache_size()) == compiled
+
+
+def test_no_program_gathers_the_cache():
+  """Each device writes the slots it holds. Prefill moves the prefixes of its rows, decode nothing that is cached."""
+  model = dataclasses.replace(MODEL, num_layers=2)  # the last layer's attention is not needed by a prefill
+  config = dataclasses.replace(CONFIG, num_slots=16, context_length=64, window_buckets=(64,))
+  mesh = make_mesh(MeshConfig(data=2, fsdp=1, expert=2, tensor=2), jax.devices()[:8])
+  specs = param_specs(model)
+  params = jax.device_put(init_params(specs, jax.random.key(0)), param_shardings(specs, mesh))
+  engine = Engine(params, model, config, seed=0, mesh=mesh)
+  cache = engine._state.cache.k
+  static = {"config": model, "window": 64, "mesh": mesh, "rules": engine._rules}
+  decode = steps.decode.lower(
+    params, engine._state, jax.random.key(0), np.arange(16, dtype=np.int32), np.int32(4),
+    rule=engine._rule, max_steps=4, **static,
+  )  # fmt: skip
+  extend = steps.extend.lower(params, engine._state, *PrefillCall([], 4, 8, 64).arrays(16), **static)
+  held, of_rows = cache.size // 8, cache.size // 16 * 4 // 2  # numbers per device; of 4 rows, half of the kv heads
+  assert largest_collective(decode.compile().as_text()) < held // 4
+  assert largest_collective(extend.compile().as_text()) <= of_rows
+
+
+def largest_collective(program):
+  """Numbers in the largest array that moves between devices."""
+  names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+  found = re.findall(rf"= (.*?) (?:{names})(?:-start)?\(", program)
+  assert found
+  shapes = re.findall(r"\[([\d,]*)\]", " ".join(found))
+  return max(math.prod(int(size) for size in shape.split(",") if size) for shape in shapes)
 
 
 def test_slots_must_be_divisible():

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import jaxtyped
 
+from sao_jax.sampler import sampling
 from sao_jax.sampler.sampling import SamplingRule, draw, sample_tokens, slot_uniforms
 
 FREE = SamplingRule()
@@ -99,7 +100,7 @@ def test_frequencies_match_probabilities(vocab):
   assert chi_square < vocab - 1 + 5 * np.sqrt(2 * (vocab - 1))  # five standard deviations
 
 
-@given(st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.5, 1.0]), min_size=37, max_size=37), st.integers(0, 2**31))
+@given(st.lists(st.sampled_from([0.0, 1e-42, 1e-30, 1e-8, 0.5, 1.0]), min_size=37, max_size=37), st.integers(0, 2**31))
 def test_weight_zero_is_never_drawn(weights, seed):
   if not any(weights):
     return
@@ -108,6 +109,55 @@ def test_weight_zero_is_never_drawn(weights, seed):
   uniforms[:4] = [[0, 0], [top, top], [0, top], [top, 0]]
   tokens = jax.jit(draw)(jnp.tile(jnp.asarray(weights, jnp.float32), (50, 1)), jnp.asarray(uniforms))
   assert np.all(np.array(weights)[np.asarray(tokens)] > 0)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-6])
+def test_weight_zero_is_never_drawn_however_the_sum_is_rounded(monkeypatch, noise):
+  """A cumulative sum that neither rises only where a weight stands nor ends at the total, as parallel ones may."""
+  rng = np.random.default_rng(0)
+  weights = rng.random((200, 40)).astype(np.float32) * (rng.random((200, 40)) < 0.3)
+  weights[:, 7] += 1e-3  # one at least
+  exact = np.cumsum(weights, axis=-1, dtype=np.float64)
+  rounded = exact * (1 + noise * rng.uniform(-1, 1, exact.shape))
+  rounded[:, -1] = exact[:, -1] * (1 - noise)
+  monkeypatch.setattr(sampling.jnp, "cumsum", lambda x, axis: jnp.asarray(rounded, jnp.float32))
+  for uniform in (0.0, 0.5, 1 - 2**-24):
+    index = np.asarray(sampling._first_above(jnp.asarray(weights), jnp.full((200,), uniform, jnp.float32)))
+    assert np.all(weights[np.arange(200), index] > 0)
+
+
+@pytest.mark.parametrize("rule", [FREE, SamplingRule(top_k=9), SamplingRule(top_p=0.7)], ids=str)
+def test_frequencies_and_logprobs_match_the_softmax(rule):
+  """20,000 draws at temperature 0.7, two tokens impossible and many improbable, against the kept softmax in double."""
+  rows, vocab, temperature = 20_000, 50, 0.7
+  logits = np.random.default_rng(1).normal(0, 2, vocab).astype(np.float32)
+  logits[[3, 11]], logits[20] = -np.inf, -90.0  # no weight at all, and one that underflows
+  probs = np.exp(logits.astype(np.float64) / temperature)
+  probs /= probs.sum()
+  order = np.argsort(-probs, kind="stable")
+  kept = order[: rule.top_k or vocab]
+  kept = kept[: 1 + np.searchsorted(np.cumsum(probs[kept] / probs[kept].sum()), rule.top_p - 1e-6)]
+  probs = np.where(np.isin(np.arange(vocab), kept), probs, 0)
+  probs /= probs.sum()
+  tokens, logprobs = sample(
+    jnp.tile(jnp.asarray(logits), (rows, 1)),
+    jax.random.uniform(jax.random.key(1), (rows, 2), jnp.float32),
+    jnp.full((rows,), temperature, jnp.float32),
+    rule,
+  )
+  counts = np.bincount(tokens, minlength=vocab)
+  assert not counts[probs < 1e-30].any()
+  np.testing.assert_allclose(logprobs, np.log(probs[np.asarray(tokens)]), atol=1e-5)
+  possible = probs * rows > 5
+  chi_square = np.sum((counts - rows * probs)[possible] ** 2 / (rows * probs[possible]))
+  assert chi_square < possible.sum() + 5 * np.sqrt(2 * possible.sum())
+
+
+def test_broken_logits_give_a_token_and_a_logprob_that_is_refused():
+  """NaN logits: some id of the vocabulary, and no finite log-prob that could pass for evidence."""
+  logits = jnp.full((3, 5), jnp.nan, jnp.float32).at[1, 2].set(0.0).at[2].set(-jnp.inf)
+  tokens, logprobs = sample(logits, jnp.full((3, 2), 0.5, jnp.float32), jnp.ones((3,), jnp.float32), FREE)
+  assert np.all((np.asarray(tokens) >= 0) & (np.asarray(tokens) < 5)) and np.isnan(logprobs).all()
 
 
 def test_random_numbers_depend_on_rollout_and_index_only():  # A15

@@ -14,23 +14,25 @@ from __future__ import annotations
 
 import chex
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from sao_jax.algorithm import scans
 from sao_jax.algorithm.reductions import masked_mean_and_std
 
 
-def one_minus_lambda(num_sampled_tokens: Int[Array, "*shape"], alpha: float = 1.5) -> Float[Array, "*shape"]:
+def one_minus_lambda(num_sampled_tokens: Num[Array, "*shape"] | int, alpha: float = 1.5) -> Float[Array, "*shape"]:
   """1 - λ = 1 / (α n), without the cancellation of forming λ first. n = 0 counts as 1."""
   return 1.0 / (alpha * jnp.maximum(jnp.asarray(num_sampled_tokens, jnp.float32), 1.0))
 
 
-def length_adaptive_lambda(num_sampled_tokens: Int[Array, "*shape"], alpha: float = 1.5) -> Float[Array, "*shape"]:
+def length_adaptive_lambda(
+  num_sampled_tokens: Num[Array, "*shape"] | int, alpha: float = 1.5
+) -> Float[Array, "*shape"]:
   """λ = 1 - 1 / (α n). n counts *sampled* tokens, not the length of the response. fp32."""
   return 1.0 - one_minus_lambda(num_sampled_tokens, alpha)
 
 
-def place_terminal_reward(reward: Float[Array, ""] | float, action_mask: Bool[Array, "T"]) -> Float[Array, "T"]:
+def place_terminal_reward(reward: Num[Array, ""] | float, action_mask: Bool[Array, "T"]) -> Float[Array, "T"]:
   """One trajectory's reward on its last *sampled* token, 0 elsewhere; all 0 without a sampled token. fp32."""
   action_mask = jnp.asarray(action_mask, jnp.bool_)
   last = scans.last_sampled(action_mask, jnp.ones(action_mask.shape, jnp.int32))
@@ -96,13 +98,13 @@ def packed_gae(
 
 
 def skip_observation_gae(
-  rewards: Float[Array, "T"],
-  values: Float[Array, "T"],
+  rewards: Num[Array, "T"],
+  values: Num[Array, "T"],
   action_mask: Bool[Array, "T"],
   *,
-  lam: Float[Array, ""] | float,
+  lam: Num[Array, ""] | float,
   gamma: float = 1.0,
-  bootstrap_value: Float[Array, ""] | float = 0.0,
+  bootstrap_value: Num[Array, ""] | float = 0.0,
 ) -> Float[Array, "T"]:
   """Advantages of one trajectory, arXiv 2607.07508, eq. 4-5.
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from sao_jax.algorithm import targets
 from sao_jax.algorithm.diagnostics import explained_variance
 from sao_jax.algorithm.frozen import replace_leaves, trainable_leaves
-from sao_jax.algorithm.reductions import masked_count
+from sao_jax.algorithm.reductions import masked_count, masked_mean
 from sao_jax.algorithm.updates import Leaves, Update, accumulate_gradients, guarded_update, map_micro_batches
 from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import AlgorithmConfig
@@ -62,7 +62,7 @@ def fit_critic(
   values = None
   if targets.targets_need_values(config) or config.value_clip > 0.0:
     values = read_values(config, value_apply, critic.params, batch)
-  value_targets = targets.value_targets(config, batch, mask, values)
+  value_targets = targets.value_targets(config, batch, values)
   old_values = None if values is None else targets.token_values(values, batch)
 
   def loss_fn(leaves: Leaves, inputs: PyTree) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
@@ -84,8 +84,13 @@ def fit_critic(
   return critic, CriticFit(all_values[0], value_targets, updates)
 
 
-def critic_metrics(fit: CriticFit, batch: TrajectoryBatch, mask: Bool[Array, "B T"]) -> dict[str, Float[Array, ""]]:
-  """Loss of the first and last update, mean gradient norm, skipped updates; EV of the values before the updates."""
+def critic_metrics(
+  config: AlgorithmConfig, fit: CriticFit, batch: TrajectoryBatch, mask: Bool[Array, "B T"]
+) -> dict[str, Float[Array, ""]]:
+  """Loss of the first and last update, mean gradient norm, skipped updates; EV of the values before the updates.
+
+  "value_targets_clipped" is the fraction of targets outside the range that the value head can represent.
+  """
   values = targets.token_values(fit.values_before, batch)
   return {
     "value_loss_first": fit.updates.loss[0],
@@ -93,4 +98,5 @@ def critic_metrics(fit: CriticFit, batch: TrajectoryBatch, mask: Bool[Array, "B 
     "critic_grad_norm": jnp.mean(fit.updates.grad_norm),
     "critic_updates_skipped": jnp.sum(~fit.updates.applied, dtype=jnp.float32),
     "explained_variance": explained_variance(values, fit.targets, mask),
+    "value_targets_clipped": masked_mean(make_value_head(config).clips(fit.targets), mask),
   }

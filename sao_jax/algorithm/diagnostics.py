@@ -55,7 +55,7 @@ def ratio_quantiles(
   # ceil(percent * count / 100) without overflow, and without fp32 missing the rank for some counts.
   ranks = count // 100 * percents + (count % 100 * percents + 99) // 100
 
-  def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+  def halve(_: Int[Array, ""], bounds: tuple[Array, Array]) -> tuple[Array, Array]:
     low, high = bounds
     middle = (low & high) + ((low ^ high) >> 1)
     at_most = jax.vmap(lambda key: jnp.sum(action_mask & (keys <= key), dtype=jnp.int32))(middle)

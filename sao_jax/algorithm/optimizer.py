@@ -16,7 +16,7 @@ def decays(params: PyTree) -> PyTree:
   By name and not by rank: the norms of scanned layers are stacked [L, D].
   """
 
-  def leaf_decays(path: tuple, _: jax.Array) -> bool:
+  def leaf_decays(path: tuple, _: PyTree) -> bool:
     return not jax.tree_util.keystr(path, simple=True, separator="/").endswith(("norm", "bias"))
 
   return jax.tree_util.tree_map_with_path(leaf_decays, params)

@@ -33,6 +33,7 @@ def fit_policy(
   config: AlgorithmConfig,
   policy_apply: PolicyApply,
   optimizer: optax.GradientTransformation,
+  frozen_paths: frozenset[str],
   policy: NetworkState,
   batch: TrajectoryBatch,
   mask: Bool[Array, "B T"],
@@ -40,7 +41,7 @@ def fit_policy(
 ) -> tuple[NetworkState, PolicyFit]:
   """One DIS gradient step. A NaN or infinite log-ratio of a trained token skips it, like a non-finite gradient."""
   num_tokens = masked_count(mask)
-  leaves = trainable_leaves(policy.params)
+  leaves = trainable_leaves(policy.params, frozen_paths)
 
   def loss_fn(leaves: Leaves, inputs: PyTree) -> tuple[Float[Array, ""], tuple[jax.Array, jax.Array]]:
     rows, rows_mask, rows_advantages = inputs

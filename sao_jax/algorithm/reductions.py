@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 _EPSILON = float(jnp.finfo(jnp.float32).eps)
 
 
-def masked_sum(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+def masked_sum(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
   """Sum of `x` where `mask` is True, in fp32."""
   return jnp.sum(jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0))
 
@@ -18,7 +18,7 @@ def masked_count(mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
   return jnp.sum(mask, dtype=jnp.float32)
 
 
-def masked_mean(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+def masked_mean(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
   """Mean of `x` over the True entries; NaN, meaning undefined, if there are none."""
   return masked_sum(x, mask) / masked_count(mask)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 AffineMap = tuple[Array, Array]  # (u, d)
 
@@ -22,9 +22,9 @@ def compose(inner: AffineMap, outer: AffineMap) -> AffineMap:
 
 
 def affine_scan(
-  complement: Float[Array, "T"], offset: Float[Array, "T"], *, reverse: bool = False
+  complement: Shaped[Array, "T"], offset: Shaped[Array, "T"], *, reverse: bool = False
 ) -> Float[Array, "T"]:
-  """y[t] = offset[t] + (1 - complement[t]) y[t-1], or y[t+1] with `reverse`, starting from 0. fp32.
+  """y[t] = offset[t] + (1 - complement[t]) y[t-1], or y[t+1] with `reverse`, starting from 0. fp32; True counts as 1.
 
   By doubling: after step i, entry t holds the composition of the 2^i maps that end at t. Its ceil(log2 T) steps are
   elementwise and shift by a constant; `jax.lax.associative_scan` does less arithmetic but compiles three times longer.
@@ -49,7 +49,7 @@ def segment_ends(segment_ids: Int[Array, "T"]) -> Bool[Array, "T"]:
   return jnp.concatenate([segment_ids[1:] != segment_ids[:-1], jnp.ones(1, jnp.bool_)])
 
 
-def segment_totals(x: Float[Array, "T"], segment_ids: Int[Array, "T"]) -> Float[Array, "T"]:
+def segment_totals(x: Shaped[Array, "T"], segment_ids: Int[Array, "T"]) -> Float[Array, "T"]:
   """The sum of `x` over the segment of each token, written on every one of its tokens. fp32."""
   x = jnp.asarray(x, jnp.float32)
   up_to_here = affine_scan(segment_starts(segment_ids), x)

@@ -31,8 +31,8 @@ def trained_tokens(batch: TrajectoryBatch, truncation: str) -> Bool[Array, "B T"
   """The sampled tokens that enter losses, whitening and statistics.
 
   Their number is the denominator N of both losses: tokens that DIS rejects count, tokens that were masked before the
-  step do not, just as those of a dropped trajectory do not. Without a token of `loss_mask` its value still stands in
-  the recursion of the others. With `truncation="mask"` truncated trajectories are left out as a whole.
+  step do not, just as those of a dropped trajectory do not. A sampled token outside `loss_mask` keeps its
+  place in the recursion of the others. With `truncation="mask"` truncated trajectories are left out as a whole.
   """
   mask = sampled_tokens(batch) & batch.loss_mask
   return mask & ~batch.truncated if truncation == "mask" else mask

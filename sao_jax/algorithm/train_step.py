@@ -31,6 +31,7 @@ def init_train_state(
   policy_optimizer: optax.GradientTransformation,
   value_optimizer: optax.GradientTransformation,
   frozen_value_paths: frozenset[str] = frozenset(),
+  frozen_policy_paths: frozenset[str] = frozenset(),
 ) -> TrainState:
   """The state at version 0. Optimisers see the trainable leaves only, as flat dicts by name."""
 
@@ -38,7 +39,7 @@ def init_train_state(
     return NetworkState(params, optimizer.init(trainable_leaves(params, frozen)), jnp.zeros((), jnp.int32))
 
   return TrainState(
-    policy=network(policy_params, policy_optimizer, frozenset()),
+    policy=network(policy_params, policy_optimizer, frozen_policy_paths),
     critic=network(value_params, value_optimizer, frozen_value_paths),
     policy_version=jnp.zeros((), jnp.int32),
   )
@@ -52,6 +53,7 @@ def make_train_step(
   value_optimizer: optax.GradientTransformation,
   *,
   frozen_value_paths: frozenset[str] = frozenset(),
+  frozen_policy_paths: frozenset[str] = frozenset(),
   update_policy: bool = True,
   max_lag: int = 8,
   state_shardings: TrainState | None = None,
@@ -65,6 +67,7 @@ def make_train_step(
     policy_optimizer: of the policy.
     value_optimizer: of the critic.
     frozen_value_paths: names of the critic's leaves that stay fixed, see `frozen`.
+    frozen_policy_paths: and of the policy's.
     update_policy: False makes critic-only steps (value pretraining, critic warm-up): the policy is neither run nor
       changed, and `policy_version` stays.
     max_lag: last bin of the metrics by lag.
@@ -88,11 +91,13 @@ def make_train_step(
       values = fit.values_before
     else:
       values = read_values(config, value_apply, critic.params, batch)
-    advantages = critic_advantages(config, batch, mask, values)
+    advantages = critic_advantages(config, batch, values)
     mean, std = masked_mean_and_std(advantages, mask)
     if config.whiten_advantages:
       advantages = masked_whiten(advantages, mask)
-    policy, policy_fit = fit_policy(config, policy_apply, policy_optimizer, policy, batch, mask, advantages)
+    policy, policy_fit = fit_policy(
+      config, policy_apply, policy_optimizer, frozen_policy_paths, policy, batch, mask, advantages
+    )
     metrics = policy_metrics(config, policy_fit, batch, mask, lags, max_lag)
     return policy, metrics | {"advantage_mean": mean, "advantage_std": std}
 
@@ -100,7 +105,9 @@ def make_train_step(
     mask = trained_tokens(batch, config.truncation)
     critic, fit = fit_critic(config, value_apply, value_optimizer, frozen_value_paths, state.critic, batch, mask)
     lags = token_lags(state.policy_version, batch.policy_version, mask)
-    metrics = batch_metrics(batch, mask) | critic_metrics(fit, batch, mask) | lag_metrics(lags, mask, max_lag=max_lag)
+    metrics = (
+      batch_metrics(batch, mask) | critic_metrics(config, fit, batch, mask) | lag_metrics(lags, mask, max_lag=max_lag)
+    )
     if update_policy:
       policy, of_policy = policy_part(state.policy, critic, fit, batch, mask, lags)
       version = state.policy_version + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import chex
 import jax
@@ -57,6 +57,7 @@ def _normalise(
   return loss, {"value_loss": jax.lax.stop_gradient((total, count))}
 
 
+@runtime_checkable
 class ValueHead(Protocol):
   """What the numbers that the value network puts out mean. Implementations are frozen dataclasses."""
 
@@ -66,6 +67,9 @@ class ValueHead(Protocol):
 
   def values(self, outputs: Float[Array, "*tokens O"]) -> Float[Array, "*tokens"]:
     """Expected returns, fp32."""
+
+  def clips(self, targets: Float[Array, "*tokens"]) -> Bool[Array, "*tokens"]:
+    """True on returns that the head cannot represent: the loss takes the nearest one that it can."""
 
   def loss(
     self,
@@ -91,6 +95,10 @@ class ScalarHead:
     """The output."""
     return jnp.asarray(outputs[..., 0], jnp.float32)
 
+  def clips(self, targets: Float[Array, "*tokens"]) -> Bool[Array, "*tokens"]:
+    """Nowhere."""
+    return jnp.zeros(targets.shape, jnp.bool_)
+
   def loss(self, outputs, targets, action_mask, *, denominator=None, old_values=None):
     """Squared error, see `value_loss`."""
     return value_loss(
@@ -103,8 +111,8 @@ class HLGaussHead:
   """Logits over bins, trained by cross-entropy to a discretised Gaussian around the return (arXiv 2403.03950).
 
   The Gaussian's deviation is 0.75 bins, as recommended there. The bins reach 3 deviations beyond [low, high] on both
-  sides, so that returns at the ends of that range are represented without bias. Returns outside are clipped to it. A
-  zero-initialised head gives the middle of the range.
+  sides, so that returns at the ends of that range are represented without bias. Returns outside are clipped to it, and
+  counted, see `clips`. A zero-initialised head gives the middle of the range.
 
   Attributes:
     num_outputs: number of bins, at least 6.
@@ -121,7 +129,7 @@ class HLGaussHead:
     return (self.high - self.low) / (self.num_outputs - 2 * 3 * 0.75)
 
   @property
-  def _edges(self) -> Float[Array, "O+1"]:
+  def _edges(self) -> Float[Array, " edges"]:
     middle, half = (self.high + self.low) / 2, self._width * self.num_outputs / 2
     return jnp.linspace(middle - half, middle + half, self.num_outputs + 1, dtype=jnp.float32)
 
@@ -129,6 +137,10 @@ class HLGaussHead:
     """The mean of the predicted distribution."""
     centers = (self._edges[1:] + self._edges[:-1]) / 2
     return jnp.sum(jax.nn.softmax(jnp.asarray(outputs, jnp.float32), axis=-1) * centers, axis=-1)
+
+  def clips(self, targets: Float[Array, "*tokens"]) -> Bool[Array, "*tokens"]:
+    """True outside [low, high]."""
+    return (targets < self.low) | (targets > self.high)
 
   def target_probabilities(self, targets: Float[Array, "*tokens"]) -> Float[Array, "*tokens O"]:
     """The discretised Gaussian around each return, normalised over the bins."""

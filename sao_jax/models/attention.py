@@ -25,24 +25,29 @@ def packed_causal_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
 
 
 def grouped_attention(
-  q: Float[Array, "B T H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"], mask: Bool[Array, "B T S"]
-) -> Float[Array, "B T H h"]:
-  """softmax(q kᵀ / sqrt(h)) v; query head i reads kv head i // (H / K). Scores and softmax in fp32.
+  q: Float[Array, "B T H h"],
+  k: Float[Array, "B S K h"],
+  v: Float[Array, "B S K v"],
+  mask: Bool[Array, "B T S"],
+  scale: float | None = None,
+) -> Float[Array, "B T H v"]:
+  """softmax(q kᵀ · scale) v; query head i reads kv head i // (H / K). Scores and softmax in fp32.
 
-  A query that may read nothing gets the mean of v (finite; nobody uses it).
+  The scale is 1 / sqrt(h) unless given. A query that may read nothing gets the mean of v (finite; nobody uses it).
   """
   batch, length, heads, dim = q.shape
   kv_heads = k.shape[2]
+  scale = dim**-0.5 if scale is None else scale
   q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-  scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * dim**-0.5
+  scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * scale
   scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
   weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, length, heads, dim)
+  return jnp.einsum("bkgts,bskv->btkgv", weights, v).reshape(batch, length, heads, v.shape[-1])
 
 
 def rowwise_attention(
-  q: Float[Array, "B T H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K h"], mask: Bool[Array, "B T S"]
-) -> Float[Array, "B T H h"]:
+  q: Float[Array, "B T H h"], k: Float[Array, "B S K h"], v: Float[Array, "B S K v"], mask: Bool[Array, "B T S"]
+) -> Float[Array, "B T H v"]:
   """`grouped_attention` one row and kv head at a time, scores computed again in the backward pass.
 
   For CPUs: the scores of a row stay in the cache, and every product is a plain 2-D one. On an accelerator a loop over
@@ -59,10 +64,23 @@ def rowwise_attention(
       scores = scores.reshape(-1, group, k.shape[0])
       scores = jnp.where(mask[:, None], scores, jnp.finfo(jnp.float32).min)
       weights = jax.nn.softmax(scores, axis=-1).reshape(-1, k.shape[0]).astype(v.dtype)
-      outs.append(jnp.dot(weights, v[:, head]).reshape(-1, group, q.shape[-1]))
+      outs.append(jnp.dot(weights, v[:, head]).reshape(-1, group, v.shape[-1]))
     return jnp.concatenate(outs, axis=1)
 
   return jax.lax.map(jax.checkpoint(row, prevent_cse=False), (q, k, v, mask))
+
+
+def packed_attention(mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES) -> Callable[..., jax.Array]:
+  """The function of (q, k, v, mask) for rows of training on these devices: one of the two above."""
+  if mesh is None or mesh.size == 1:
+    return rowwise_attention if jax.default_backend() == "cpu" else grouped_attention
+  whole_rows = all(mesh.shape[axis] == 1 for axis in rules.mesh_axes("sequence"))
+  whole_groups = rules.heads == rules.kv_heads  # each device has the kv heads that its heads read
+  if mesh.devices.flat[0].platform == "cpu" and whole_rows and whole_groups:
+    q, kv = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "kv_heads", None)
+    in_specs = (q, kv, kv, rules.spec("batch", None, None))
+    return jax.shard_map(rowwise_attention, mesh=mesh, in_specs=in_specs, out_specs=q, check_vma=False)
+  return grouped_attention
 
 
 def packed_attend(
@@ -70,16 +88,12 @@ def packed_attend(
 ) -> Callable[..., tuple[jax.Array, Any]]:
   """The `attend` argument of `transformer.trunk` for packed rows: causal within segments, carry untouched."""
   mask = packed_causal_mask(segment_ids)
-  attention = grouped_attention
-  if mesh is None or mesh.size == 1:
-    attention = rowwise_attention if jax.default_backend() == "cpu" else grouped_attention
-  elif mesh.devices.flat[0].platform == "cpu" and mesh.shape["context"] == 1:
-    q, kv = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "kv_heads", None)
-    in_specs = (q, kv, kv, rules.spec("batch", None, None))
-    attention = jax.shard_map(rowwise_attention, mesh=mesh, in_specs=in_specs, out_specs=q, check_vma=False)
+  real = (segment_ids > 0)[..., None, None]
+  attention = packed_attention(mesh, rules)
 
   def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_index: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
     del layer_index
+    v = jnp.where(real, v, 0)  # weights on padding are 0, but 0 · NaN is NaN
     return attention(q, k, v, mask), carry
 
   return attend

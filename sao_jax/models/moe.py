@@ -14,6 +14,7 @@ from sao_jax.config import ModelConfig
 from sao_jax.models.grouped_map import grouped_map
 from sao_jax.models.grouped_matmul import choose_implementation, grouped_matmul
 from sao_jax.models.linear import feed_forward, linear
+from sao_jax.models.router import group_limited_route
 from sao_jax.parallel.rules import AxisRules
 
 EXPERT_WEIGHTS = ("gate", "up", "down")
@@ -89,7 +90,10 @@ def moe_feed_forward(
   params: dict[str, Any], x: Float[Array, "B T D"], config: ModelConfig, mesh: Mesh | None, rules: AxisRules
 ) -> Float[Array, "B T D"]:
   """The routed experts of every token plus, where declared, the shared expert."""
-  weights, experts = route(x, params["router"], config.num_experts_per_token, config.renormalize_router)
+  if config.router == "sigmoid":
+    weights, experts = group_limited_route(x, params["router"], params["correction_bias"], config)
+  else:
+    weights, experts = route(x, params["router"], config.num_experts_per_token, config.renormalize_router)
   routed = {name: params[name] for name in EXPERT_WEIGHTS}
   platform = None if mesh is None else mesh.devices.flat[0].platform
   implementation = choose_implementation(config.moe_implementation, platform)
@@ -118,12 +122,16 @@ def _sharded_experts(
 ) -> jax.Array:
   """Every device gathers the tokens of its "expert" group and computes the experts it holds, their width split over
   "tensor"; the partial sums are added and scattered back. Exact and dropless for any routing.
+
+  In general, over the mesh axes that split the experts or their width: those that also split the tokens gather and
+  scatter them, over the others the sums are added.
   """
   tokens = rules.spec("batch", "sequence", None)
   inward, outward = rules.spec("expert", None, "mlp"), rules.spec("expert", "mlp", None)
   expert_axes = rules.mesh_axes("expert")
-  gathered = tuple(axis for axis in expert_axes if axis in rules.mesh_axes("batch"))
-  summed = tuple(axis for axis in expert_axes if axis not in gathered) + rules.mesh_axes("mlp")
+  partial_axes = expert_axes + rules.mesh_axes("mlp")
+  gathered = tuple(axis for axis in partial_axes if axis in rules.mesh_axes("batch") + rules.mesh_axes("sequence"))
+  summed = tuple(axis for axis in partial_axes if axis not in gathered)
 
   @functools.partial(
     jax.shard_map,
@@ -133,9 +141,11 @@ def _sharded_experts(
     check_vma=False,  # a Pallas kernel does not say over which axes its result varies
   )
   def compute(params: dict[str, Any], *arrays: jax.Array) -> jax.Array:
-    x, weights, experts = (jax.lax.all_gather(array, gathered, axis=0, tiled=True) for array in arrays)
+    flat = (array.reshape(-1, array.shape[-1]) for array in arrays)
+    x, weights, experts = (jax.lax.all_gather(array, gathered, axis=0, tiled=True) for array in flat)
     experts = experts - jax.lax.axis_index(expert_axes) * params["gate"].shape[0]
-    out = jax.lax.psum(_local_experts(params, x, weights, experts, implementation), summed)
-    return jax.lax.psum_scatter(out, gathered, scatter_dimension=0, tiled=True)
+    out = expert_feed_forward(params, x, weights, experts, implementation=implementation)
+    out = jax.lax.psum_scatter(jax.lax.psum(out, summed), gathered, scatter_dimension=0, tiled=True)
+    return out.reshape(arrays[0].shape)
 
   return compute(params, x, weights, experts)

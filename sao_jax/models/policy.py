@@ -7,21 +7,32 @@ from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import Array, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention import packed_attend
+from sao_jax.models.latent_layer import packed_latent_attend
 from sao_jax.models.logprobs import token_logprobs
-from sao_jax.models.transformer import trunk
+from sao_jax.models.transformer import Attend, trunk
 from sao_jax.parallel.params import Params
 from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 from sao_jax.types import TrajectoryBatch
+
+
+def attend_within_segments(
+  config: ModelConfig, segment_ids: Int[Array, "B T"], mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
+) -> Attend:
+  """The `attend` argument of `trunk` for packed rows, for this model's kind of attention."""
+  if config.kv_lora_rank:
+    return packed_latent_attend(segment_ids, config, mesh, rules)
+  return packed_attend(segment_ids, mesh, rules)
 
 
 def packed_trunk(
   params: Params, config: ModelConfig, batch: TrajectoryBatch, mesh: Mesh | None, rules: AxisRules
 ) -> jax.Array:
   """Hidden states [B, T, D] of packed rows; no segment reads another."""
-  attend = packed_attend(batch.segment_ids, mesh, rules)
+  attend = attend_within_segments(config, batch.segment_ids, mesh, rules)
   return trunk(params, config, batch.token_ids, batch.positions, attend=attend, mesh=mesh, rules=rules)[0]
 
 

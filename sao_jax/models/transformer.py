@@ -13,35 +13,53 @@ from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.errors import ConfigError
+from sao_jax.models.latent_attention import latent_specs
+from sao_jax.models.latent_layer import LatentAttend, latent_attention, no_selection
 from sao_jax.models.linear import feed_forward, linear
 from sao_jax.models.moe import moe_feed_forward
 from sao_jax.models.norms import rms_norm
 from sao_jax.models.rope import apply_rope, rope_table
+from sao_jax.models.sparse_attention import indexer_specs, is_full
 from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
 from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules, constrain
 
 UNROLLED_LAYERS = 4  # without remat a stack this shallow becomes straight code: no copies of stacked activations
 
-# attend(q [B,T,H,h], k [B,T,K,h], v [B,T,K,h], layer_index, carry) -> (out [B,T,H,h], carry)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+# attend(q [B,T,H,h], k [B,T,K,h], v [B,T,K,h], layer_index, carry) -> (out [B,T,H,h], carry); of latents a LatentAttend
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]] | LatentAttend
 
 
-def param_specs(config: ModelConfig) -> Specs:
-  """The declared parameters. Layers are stacked along a leading axis [L, ...]: first the dense ones, then the MoE ones.
-
-  {"embed": [V,D], "dense_layers"?, "moe_layers"?, "final_norm": [D], "head"?: [D,V]}; "head" only if it is not tied.
-  """
+def attention_specs(config: ModelConfig) -> Specs:
+  """The parameters of grouped-query attention, of one layer."""
   spec = functools.partial(ParamSpec, dtype=config.param_dtype, stddev=config.initializer_range)
   dim, heads, kv_heads, head_dim = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
-  norm = spec((dim,), (None,), "ones", compute_dtype="float32")
-  attention = {
+  specs = {
     "q": spec((dim, heads, head_dim), ("embed", "heads", None)),
     "k": spec((dim, kv_heads, head_dim), ("embed", "kv_heads", None)),
     "v": spec((dim, kv_heads, head_dim), ("embed", "kv_heads", None)),
     "o": spec((heads, head_dim, dim), ("heads", None, "embed")),
   }
   if config.qk_norm:
-    attention |= {name: spec((head_dim,), (None,), "ones", compute_dtype="float32") for name in ("q_norm", "k_norm")}
+    specs |= {name: spec((head_dim,), (None,), "ones", compute_dtype="float32") for name in ("q_norm", "k_norm")}
+  if config.attention_bias:
+    specs |= {
+      "q_bias": spec((heads, head_dim), ("heads", None), "zeros"),
+      "k_bias": spec((kv_heads, head_dim), ("kv_heads", None), "zeros"),
+      "v_bias": spec((kv_heads, head_dim), ("kv_heads", None), "zeros"),
+    }
+  return specs
+
+
+def param_specs(config: ModelConfig) -> Specs:
+  """The declared parameters. Layers are stacked along a leading axis [L, ...]: first the dense ones, then the MoE ones.
+
+  {"embed": [V,D], "dense_layers"?, "moe_layers"?, "indexer_layers"?, "final_norm": [D], "head"?: [D,V]}; "head" only if
+  it is not tied. The indexers of sparse attention are a stack of their own, one for each layer that has one.
+  """
+  spec = functools.partial(ParamSpec, dtype=config.param_dtype, stddev=config.initializer_range)
+  dim = config.d_model
+  norm = spec((dim,), (None,), "ones", compute_dtype="float32")
+  attention = latent_specs(config) if config.kv_lora_rank else attention_specs(config)
 
   def gated(width: int) -> Specs:
     inward, outward = spec((dim, width), ("embed", "mlp")), spec((width, dim), ("mlp", "embed"))
@@ -60,9 +78,13 @@ def param_specs(config: ModelConfig) -> Specs:
       "up": spec((experts, dim, width), ("expert", "embed", "mlp")),
       "down": spec((experts, width, dim), ("expert", "mlp", "embed")),
     }
+    if config.router == "sigmoid":
+      moe["correction_bias"] = ParamSpec((experts,), (None,), "zeros", "float32", compute_dtype="float32")
     if config.d_ff_shared:
       moe["shared"] = gated(config.d_ff_shared)
     specs["moe_layers"] = stack_specs(layer | {"moe": moe}, config.num_layers - num_dense)
+  if config.index_topk:
+    specs["indexer_layers"] = stack_specs(indexer_specs(config), sum(is_full(config)))
   if not config.tie_embeddings:
     specs["head"] = spec((dim, config.vocab_size), ("embed", "vocab"))
   return specs
@@ -77,8 +99,10 @@ def attention(
   layer_index: jax.Array,
   carry: Any,
 ) -> tuple[Float[Array, "B T D"], Any]:
-  """Projections, optional q/k norm, rotary embedding, and whatever `attend` does with q, k and v."""
+  """Projections, optional biases and q/k norm, rotary embedding, and whatever `attend` does with q, k and v."""
   q, k, v = (linear(x, params[name]) for name in ("q", "k", "v"))
+  if config.attention_bias:
+    q, k, v = (part + params[name].astype(x.dtype) for part, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))
   if config.qk_norm:
     q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
     k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
@@ -113,37 +137,50 @@ def trunk(
   Returns:
     The hidden states after the final norm, in config.dtype, and the last carry.
   """
-  table = rope_table(positions, config.head_dim, config.rope_theta)
+  rotary_dim = config.qk_rope_head_dim or int(config.head_dim * config.rotary_fraction)
+  table = rope_table(positions, rotary_dim, config.rope_theta, config.yarn)
   place = functools.partial(constrain, mesh=mesh, rules=rules)
   x = place(params["embed"][token_ids].astype(config.dtype), "batch", "sequence", None)
 
-  def layer(state: tuple[jax.Array, Any], inputs: tuple[Params, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
-    x, carry = state
+  indexers = params.get("indexer_layers")
+  selection = no_selection(config, attend, *token_ids.shape)  # what sparse attention reads, from one layer to the next
+
+  def layer(state: tuple[jax.Array, Any, Any], inputs: tuple[Params, jax.Array]) -> tuple[tuple, None]:
+    x, carry, selection = state
     params, layer_index = inputs
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
-    out, carry = attention(params["attention"], normed, table, config, attend, layer_index, carry)
+    if config.kv_lora_rank:
+      layer_attention = functools.partial(latent_attention, indexers=indexers, selection=selection)
+      out, carry, selection = layer_attention(params["attention"], normed, table, config, attend, layer_index, carry)
+    else:
+      out, carry = attention(params["attention"], normed, table, config, attend, layer_index, carry)
     x = x + out
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
     if "moe" in params:
       x = x + moe_feed_forward(params["moe"], normed, config, mesh, rules)
     else:
       x = x + feed_forward(params["mlp"], normed)
-    return (place(x, "batch", "sequence", None), carry), None
+    return (place(x, "batch", "sequence", None), carry, selection), None
 
-  step = rematerialize(layer, config.remat)
   first_layer = 0
   for name in ("dense_layers", "moe_layers"):
     if name in params:
       count = params[name]["mlp_norm"].shape[0]
       layer_indices = jnp.arange(first_layer, first_layer + count, dtype=jnp.int32)
+      step = rematerialize(layer, config.remat, straight=count == 1)
       shallow = count <= UNROLLED_LAYERS and config.remat == "none"
-      (x, carry), _ = jax.lax.scan(step, (x, carry), (params[name], layer_indices), unroll=shallow)
+      (x, carry, selection), _ = jax.lax.scan(
+        step, (x, carry, selection), (params[name], layer_indices), unroll=shallow
+      )
       first_layer += count
   return rms_norm(x, params["final_norm"], config.rms_norm_eps), carry
 
 
-def rematerialize(layer: Callable, remat: str) -> Callable:
+def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callable:
   """`layer` with the remat policy: none keeps all activations, dots keeps matmul results, full keeps inputs only.
+
+  `straight`: it is not the body of a loop, or of one that the compiler dissolves. It would then see that the backward
+  pass computes what the forward pass has, and keep that after all, so a barrier is put between them.
 
   Raises:
     ConfigError: another policy.
@@ -156,7 +193,7 @@ def rematerialize(layer: Callable, remat: str) -> Callable:
   }
   if remat not in policies:
     raise ConfigError("model.remat", f"{remat!r} is not known.", "choose none, dots or full.")
-  return jax.checkpoint(layer, policy=policies[remat], prevent_cse=False)
+  return jax.checkpoint(layer, policy=policies[remat], prevent_cse=straight)
 
 
 def head_logits(params: Params, config: ModelConfig, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:

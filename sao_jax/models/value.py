@@ -7,31 +7,52 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Array, Key
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.linear import linear
 from sao_jax.models.policy import packed_trunk
+from sao_jax.models.sparse_attention import indexer_paths
 from sao_jax.models.transformer import param_specs
-from sao_jax.parallel.params import Params, ParamSpec, Specs
+from sao_jax.parallel.params import Params, ParamSpec, Specs, init_params, path_names
 from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 from sao_jax.types import TrajectoryBatch
 
+# All parameters of attention modules and of routers, by their names; a model has some of them.
+ATTENTION = (
+  *("q", "k", "v", "o", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias"),
+  *("q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b"),
+)
+ROUTER = ("router", "correction_bias")
 
-def value_param_specs(config: ModelConfig, num_outputs: int = 1) -> Specs:
-  """The policy's parameters without a language-model head, plus "value_head" [D, num_outputs] of zeros: V = 0."""
+
+def value_param_specs(config: ModelConfig, num_outputs: int = 1, initializer: str = "zeros") -> Specs:
+  """The policy's parameters without a language-model head, plus "value_head" [D, num_outputs].
+
+  The head starts as "zeros", so that V = 0, or "normal": N(0, config.initializer_range).
+  """
   specs = {name: spec for name, spec in param_specs(config).items() if name != "head"}
-  head = ParamSpec((config.d_model, num_outputs), (None, None), "zeros", config.param_dtype)
+  shape = (config.d_model, num_outputs)
+  head = ParamSpec(shape, (None, None), initializer, config.param_dtype, stddev=config.initializer_range)
   return specs | {"value_head": head}
 
 
-def value_params_from_policy(policy_params: Params, config: ModelConfig, num_outputs: int = 1) -> Params:
-  """A value network that starts from a policy: a copy of its trunk and a zero head.
+def value_params_from_policy(
+  policy_params: Params,
+  config: ModelConfig,
+  num_outputs: int = 1,
+  initializer: str = "zeros",
+  key: Key[Array, ""] | None = None,
+) -> Params:
+  """A value network that starts from a policy: a copy of its trunk and a new head, see `value_param_specs`.
 
   The language-model head is never read, whatever its shape: a slice of it would be a value head that knows tokens.
+  `key` is for a "normal" head.
   """
-  specs = value_param_specs(config, num_outputs)
+  specs = value_param_specs(config, num_outputs, initializer)
   trunk = {name: jax.tree.map(jnp.copy, policy_params[name]) for name in specs if name != "value_head"}
-  return trunk | {"value_head": jnp.zeros(specs["value_head"].shape, specs["value_head"].dtype)}
+  head = init_params({"value_head": specs["value_head"]}, jax.random.key(0) if key is None else key)
+  return trunk | head
 
 
 def make_value_apply(
@@ -54,17 +75,22 @@ def frozen_value_paths(
 ) -> frozenset[str]:
   """The leaves of the value network that stay fixed during RL, by full name; nothing is matched by pattern.
 
-  Attention means all parameters of the attention modules, their q/k norms included, but not the norms before them.
+  Attention means all parameters of the attention modules, their q/k norms and biases included, but not the norms before
+  them. The router's correction bias belongs to the router. The indexers of sparse attention never train.
+
+  Raises:
+    ValueError: the model declares a parameter of attention that `ATTENTION` does not list.
   """
-  layers = []
-  if not config.num_experts or config.num_dense_layers:
-    layers.append("dense_layers")
-  if config.num_experts and config.num_dense_layers < config.num_layers:
-    layers.append("moe_layers")
-  names = ("q", "k", "v", "o") + (("q_norm", "k_norm") if config.qk_norm else ())
-  paths = [f"{layer}/attention/{name}" for layer in layers for name in names] if attention else []
-  if router and "moe_layers" in layers:
-    paths.append("moe_layers/moe/router")
+  declared = set(path_names(value_param_specs(config)))
+  listed = {f"{layers}/attention/{name}" for layers in ("dense_layers", "moe_layers") for name in ATTENTION}
+  unlisted = {name for name in declared if "/attention/" in name} - listed
+  if unlisted:
+    raise ValueError(f"no list says whether these parameters of attention can be frozen: {sorted(unlisted)}")
+  paths = set(indexer_paths(config))
+  if attention:
+    paths |= listed
+  if router:
+    paths |= {f"moe_layers/moe/{name}" for name in ROUTER}
   if embeddings:
-    paths.append("embed")
-  return frozenset(paths)
+    paths.add("embed")
+  return frozenset(paths & declared)

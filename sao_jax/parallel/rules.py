@@ -18,6 +18,7 @@ class AxisRules:
   slots: MeshAxes = ("data", "fsdp", "expert")
   sequence: MeshAxes = "context"
   embed: MeshAxes = "fsdp"  # of parameters; the model dimension of activations is never sharded
+  latent: MeshAxes = "fsdp"  # the compressed dimension of latent attention, where no "embed" stands beside it
   heads: MeshAxes = "tensor"
   kv_heads: MeshAxes = "tensor"
   mlp: MeshAxes = "tensor"

@@ -90,10 +90,17 @@ def draw(weights: Float[Array, "R V"], uniforms: Float[Array, "R 2"]) -> Int[Arr
 
 
 def _first_above(weights: Float[Array, "R N"], uniform: Float[Array, " R"]) -> Int[Array, " R"]:
-  """The first index whose cumulative weight exceeds uniform · total: one whose own weight is not 0."""
+  """The first index of positive weight whose cumulative weight exceeds uniform · total.
+
+  If rounding leaves none, the last of positive weight. That the weight is positive is asked for, not concluded: a
+  cumulative sum that is computed in parallel need not be equal on both sides of a weight of 0.
+  """
+  index = jnp.arange(weights.shape[-1], dtype=jnp.int32)
+  positive = weights > 0
   cumulative = jnp.cumsum(weights, axis=-1)
-  threshold = uniform[:, None] * cumulative[:, -1:]
-  return jnp.sum(cumulative <= threshold, axis=-1, dtype=jnp.int32)
+  above = cumulative > uniform[:, None] * cumulative[:, -1:]
+  first = jnp.min(jnp.where(positive & above, index, index.size), axis=-1)
+  return jnp.minimum(first, jnp.max(jnp.where(positive, index, 0), axis=-1))
 
 
 def _kept(logits: Float[Array, "R V"], rule: SamplingRule) -> Bool[Array, "R V"]:

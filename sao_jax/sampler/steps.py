@@ -15,10 +15,10 @@ from sao_jax.models.transformer import Attend, head_logits, trunk
 from sao_jax.parallel.params import Params
 from sao_jax.parallel.rules import AxisRules
 from sao_jax.sampler.attend import cached_attend
-from sao_jax.sampler.cache import Cache, cache_dtype, empty_cache, num_positions, read_window, write_rows
+from sao_jax.sampler.cache import Cache, cache_dtype, empty_cache, num_positions, read_window, update_slots
 from sao_jax.sampler.latent_attend import cached_latent_attend
 from sao_jax.sampler.sampling import SamplingRule, sample_tokens, slot_uniforms
-from sao_jax.sampler.state import EngineState, SlotState, place_state
+from sao_jax.sampler.state import EngineState, SlotState, place_state, state_shardings
 
 
 @flax.struct.dataclass
@@ -77,7 +77,8 @@ def extend(
   attend = _attend(config, past, starts, 0, length)
   new = trunk(params, config, token_ids, positions, attend=attend, carry=new, mesh=mesh, rules=rules)[1]
   update = update.replace(lengths=starts + counts, active=update.active & ~overflow, overflow=overflow)
-  cache = write_rows(state.cache, new, slots, starts, counts)
+  shardings = None if mesh is None else state_shardings(state, mesh, rules).cache
+  cache = update_slots(state.cache, new, slots, starts, counts, fresh=not window, shardings=shardings)
   return place_state(EngineState(cache=cache, slots=_put_rows(state.slots, slots, update)), mesh, rules)
 
 
@@ -156,7 +157,9 @@ def decode(
     return step + 1, rows, new, outputs
 
   _, last, new, outputs = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), first, new, outputs))
-  cache = write_rows(state.cache, new, slots, first.lengths, last.lengths - first.lengths)
+  shardings = None if mesh is None else state_shardings(state, mesh, rules).cache
+  written, which = last.lengths - first.lengths, None if everything else slots
+  cache = update_slots(state.cache, new, which, first.lengths, written, shardings=shardings)
   table = last if everything else _put_rows(state.slots, slots, last)
   return place_state(EngineState(cache=cache, slots=table), mesh, rules), outputs.replace(overflow=last.overflow)
 

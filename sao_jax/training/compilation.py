@@ -32,14 +32,22 @@ class CompiledSteps:
       return steps[kind].lower(state, rows).compile()
 
     threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compilation")
+    self._threads = threads
     self._programs = {
       (kind, rows.token_ids.shape): threads.submit(compile_step, kind, rows) for kind in steps for rows in shapes
     }
-    threads.shutdown(wait=False)  # it ends when all are compiled
 
-  def wait(self) -> None:
-    """Returns when everything is compiled: nothing will be from now on."""
-    concurrent.futures.wait(self._programs.values())
+  def __enter__(self) -> CompiledSteps:
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    # What has not begun is given up: a process that was asked to end must not compile on for minutes.
+    self._threads.shutdown(wait=False, cancel_futures=True)
+
+  def ready(self, rows: TrajectoryBatch | None, *, update_policy: bool, timeout: float | None = None) -> bool:
+    """Whether the program for `rows` is compiled, after waiting for at most `timeout` seconds; None: all programs."""
+    wanted = self._programs.values() if rows is None else [self._programs[update_policy, rows.token_ids.shape]]
+    return not concurrent.futures.wait(wanted, timeout).not_done
 
   def __call__(
     self, state: TrainState, rows: TrajectoryBatch, *, update_policy: bool

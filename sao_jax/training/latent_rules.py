@@ -25,15 +25,20 @@ def latent_problem(model: ModelConfig) -> str | None:
 
 
 def indexer_problem(model: ModelConfig) -> str | None:
-  """An indexer has heads wide enough for the rotary part, and the first layer has one."""
-  if not model.index_topk:
-    return f"it is 0: there are no indexers, whose kinds are {model.indexer_types}." if model.indexer_types else None
-  if not model.index_num_heads or model.index_head_dim < model.qk_rope_head_dim:
+  """An indexer has heads, wide enough for the rotary part."""
+  if model.index_topk and (not model.index_num_heads or model.index_head_dim < model.qk_rope_head_dim):
     widths = f"{model.index_num_heads} heads of {model.index_head_dim} dimensions"
     return f"an indexer of {widths} cannot hold the {model.qk_rope_head_dim} that are rotated."
+  return None
+
+
+def indexer_types_problem(model: ModelConfig) -> str | None:
+  """Every layer has a kind, and the first one an indexer."""
   kinds = model.indexer_types
   if not kinds:
     return None
+  if not model.index_topk:
+    return "index_topk=0 leaves indexers out."
   if len(kinds) != model.num_layers or set(kinds) - {"full", "shared"}:
-    return f"indexer_types names {len(kinds)} kinds of {model.num_layers} layers: {', '.join(sorted(set(kinds)))}."
+    return f"it names {len(kinds)} kinds of {model.num_layers} layers: {', '.join(sorted(set(kinds)))}."
   return "the first layer is shared, and there is none before it." if kinds[0] == "shared" else None

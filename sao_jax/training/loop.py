@@ -23,11 +23,11 @@ from sao_jax.training.compilation import CompiledSteps
 from sao_jax.training.episodes import check_prompts, record_episode
 from sao_jax.training.evaluation import Evaluation
 from sao_jax.training.interrupt import Interrupt, Interrupted
-from sao_jax.training.metrics import DelayedFetch, MetricsWriter
+from sao_jax.training.metrics import DelayedFetch, MetricsWriter, evaluated_versions
 from sao_jax.training.pinned_evaluation import PinnedEvaluation
 from sao_jax.training.progress import Progress
 from sao_jax.training.record import Record
-from sao_jax.training.rollouts import StepMetrics, make_rollout_loop, take
+from sao_jax.training.rollouts import POLL, StepMetrics, make_rollout_loop, take
 from sao_jax.training.sampling import make_service
 from sao_jax.training.setup import Learner, abstract_state, make_learner, make_publisher, rows_multiple
 from sao_jax.training.validation import validate
@@ -108,10 +108,11 @@ class _Run:
     config, phase, first_step = self.config, self.phase, step
     published, version = self.publish(state.policy.params), phase.version(step)
     deterministic = config.rollout.deterministic
-    record = Record(self.workdir, phase.name) if config.rollout.record or deterministic else None
-    train_step = CompiledSteps(self.learner, phase.kinds(step))
+    record = Record(self.workdir, phase.name)
+    record.forget_after(step)
     with (
-      MetricsWriter(self.workdir, phase.name, restored_step=step or None) as writer,
+      CompiledSteps(self.learner, phase.kinds(step)) as train_step,
+      MetricsWriter(self.workdir, phase.name, restored_step=None if host_state is None else step) as writer,
       Progress(phase.name, total=phase.steps, start=step) as progress,
       make_service(
         config, published, seed=phases.sampler_seed(config, phase.name), version=version, warm_up=True
@@ -124,28 +125,21 @@ class _Run:
       if host_state is not None:
         rollouts.load_state_dict(*host_state["rollouts"])
         self.explained_variance = host_state["explained_variance"]
-      if self.evaluates(version) and (host_state is None or host_state["evaluation_pending"]):
+      if self.evaluates(version) and version not in evaluated_versions(self.workdir, phase.name):
         pinned.start(published, version, step)
       rollouts.start()
+      consistent = True  # whether `state` and `rollouts` are those of `step`, so that they can be saved
       try:
         delayed, step_metrics = DelayedFetch(), StepMetrics(rollouts)
-        while step < phase.steps and not self.plateaued():
-          try:
-            batch = take(rollouts, config.rollout.batch_size, version, self.interrupt)
-          except Exception:
-            logging.error("The rollout side failed; what was trained is saved: step %d.", step)
-            self.log(delayed.flush(), writer, progress)
-            self.save(step, state, rollouts, pinned.version == version)
-            self.checkpointer.wait()
-            raise
-          if batch is None:
-            break
+        while step < phase.steps and not self.plateaued(step):
+          batch = take(rollouts, config.rollout.batch_size, version, self.interrupt, look=pinned.check)
           updates_policy = phase.updates_policy(step)
-          if step == first_step + COMPILING_STEPS:
-            train_step.wait()
+          if batch is None or not self.compiled(train_step, batch.rows, updates_policy, step - first_step, rollouts):
+            break
+          consistent = False
           state, metrics = train_step(state, batch.rows, update_policy=updates_policy)
           step, version = step + 1, phase.version(step + 1)
-          if record is not None:
+          if config.rollout.record or deterministic:
             record.write(step, batch.trajectories)
           metrics |= step_metrics.read(batch.trajectories) | {"policy_version": version}
           self.log(delayed.push(step, metrics), writer, progress)
@@ -157,25 +151,43 @@ class _Run:
           if updates_policy:
             service.publish(published, version)
           rollouts.on_version(version)
-          evaluates = updates_policy and self.evaluates(version)
-          self.collect(pinned, writer, wait=evaluates)
-          if evaluates:
+          consistent = True
+          evaluates, saves = updates_policy and self.evaluates(version), self.checkpointer.due(step)
+          # Before a save, since the weights of an older version are in no checkpoint: it could not be begun again.
+          self.collect(pinned, writer, rollouts, wait=evaluates or (saves and pinned.version != version))
+          if evaluates and pinned.version is None:
             pinned.start(published, version, step)
-          if self.checkpointer.due(step):
+          if saves:
             self.log(delayed.flush(), writer, progress)
             record_episode(config, self.workdir, step, batch.trajectories[0])
-            if pinned.version != version:  # its weights are in no checkpoint: it could not be begun again
-              self.collect(pinned, writer, wait=True)
-            self.save(step, state, rollouts, pinned.version == version)
+            self.save(step, state, rollouts)
         self.log(delayed.flush(), writer, progress)
+        self.collect(pinned, writer, rollouts, wait=True)
+      except Exception:
+        if consistent:
+          logging.error("Something failed; what was trained is saved: step %d.", step)
+          self.log(delayed.flush(), writer, progress)
+          self.save(step, state, rollouts)
+          self.checkpointer.wait()
+        raise
       finally:
         rollouts.stop()
-      self.collect(pinned, writer, wait=True)
-      self.save(step, state, rollouts, pinned.version == version)
+      if pinned.version not in (None, version):
+        logging.warning("The evaluation of version %d was interrupted: it is lost.", pinned.version)
+      self.save(step, state, rollouts)
       self.checkpointer.wait()
     if self.interrupt.requested:
       logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
     return Result(state, step, self.interrupt.requested, self.evaluation)
+
+  def compiled(self, train_step: CompiledSteps, rows, update_policy: bool, steps_done: int, rollouts) -> bool:
+    """Waits for the step's program, and in the third step of a process for all of them; False when interrupted."""
+    wanted = None if steps_done == COMPILING_STEPS else rows
+    while not train_step.ready(wanted, update_policy=update_policy, timeout=POLL):
+      rollouts.check()
+      if self.interrupt.requested:
+        return False
+    return True
 
   def audit(self, service, state: TrainState) -> None:
     """Refuses to train when sampler and learner disagree at lag 0."""
@@ -190,11 +202,12 @@ class _Run:
     every, last = self.config.evaluation.every, self.phase.policy_steps
     return last > 0 and every > 0 and (version % every == 0 or version == last)
 
-  def collect(self, pinned: PinnedEvaluation, writer: MetricsWriter, *, wait: bool) -> None:
+  def collect(self, pinned: PinnedEvaluation, writer: MetricsWriter, rollouts, *, wait: bool) -> None:
     """Writes the evaluation under way, if it has finished, under the step after which it began."""
-    measured = pinned.collect(wait=wait)
-    if measured is None:
-      return
+    while (measured := pinned.collect(POLL if wait else 0.0)) is None:
+      rollouts.check()
+      if not wait or pinned.version is None or self.interrupt.requested:
+        return
     step, self.evaluation = measured
     version, success = self.evaluation.policy_version, self.evaluation.success
     writer.write(step, self.evaluation.metrics() | {"policy_version": version})
@@ -203,9 +216,10 @@ class _Run:
     self.latest["success"] = success.rate
     logging.info("Version %d: held-out success %s.", version, success)
 
-  def plateaued(self) -> bool:
-    """Whether value pretraining may end."""
-    return self.phase.until_plateau and phases.plateaued(self.config, self.explained_variance)
+  def plateaued(self, step: int) -> bool:
+    """Whether value pretraining may end; looks at what is known one step late, saved and resumed or not."""
+    known = self.explained_variance[: max(step - 1, 0)]
+    return self.phase.until_plateau and phases.plateaued(self.config, known)
 
   def log(self, fetched, writer: MetricsWriter, progress: Progress) -> None:
     """Writes the metrics of steps that have finished."""
@@ -221,12 +235,11 @@ class _Run:
         writer.write(step, metrics)
       progress.update(step, **self.latest)
 
-  def save(self, step: int, state: TrainState, rollouts, evaluation_pending: bool) -> None:
+  def save(self, step: int, state: TrainState, rollouts) -> None:
     """Starts an asynchronous checkpoint of everything that the next step depends on."""
     host_state = {
       "rollouts": list(rollouts.state_dict()),
       "explained_variance": self.explained_variance,
-      "evaluation_pending": evaluation_pending,
       "policy_version": self.phase.version(step),
     }
     self.checkpointer.save(step, state, host_state)

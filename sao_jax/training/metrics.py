@@ -100,6 +100,11 @@ def read_metrics(workdir: str | os.PathLike, phase: str | None = None) -> list[d
   return [line for line in lines if phase is None or line.get("phase") == phase]
 
 
+def evaluated_versions(workdir: str | os.PathLike, phase: str) -> set[int]:
+  """The policy versions whose held-out success has been measured."""
+  return {line["policy_version"] for line in read_metrics(workdir, phase) if "heldout_success" in line}
+
+
 def to_json(value: Any) -> Any:
   """Converts a scalar, array, string or sequence to plain JSON; NaN and infinities become None."""
   if isinstance(value, str) or value is None:

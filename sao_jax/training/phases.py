@@ -94,7 +94,7 @@ def plateaued(config: RunConfig, explained_variance: Sequence[float]) -> bool:
   return bool(np.nanmean(recent) - np.nanmean(before) < settings.plateau_gain)
 
 
-def _latest_step(directory: pathlib.Path) -> int | None:
+def latest_step(directory: pathlib.Path) -> int | None:
   """The newest checkpoint's step; None without one."""
   if not directory.is_dir():
     return None
@@ -110,7 +110,7 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
   for folder in folders:
     if is_hf_folder(folder):
       return import_policy(folder, config.model, learner.mesh)
-    if _latest_step(folder) is not None or folder == pathlib.Path(config.model.checkpoint):
+    if latest_step(folder) is not None or folder == pathlib.Path(config.model.checkpoint):
       logging.info("The policy starts from %s.", folder)
       return load_params(folder, "policy", sharded_specs(learner.policy_specs, learner.mesh))
   logging.info("The policy starts from random parameters (seed %d).", config.training.seed)
@@ -118,7 +118,7 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
 
 
 def _warn_of_unfinished(config: RunConfig, workdir: pathlib.Path) -> None:
-  step = _latest_step(workdir / SFT)
+  step = latest_step(workdir / SFT)
   if step is not None and step < config.sft.steps:
     logging.warning("SFT stopped at step %d of %d: run launch.sft again to finish it.", step, config.sft.steps)
 
@@ -129,7 +129,7 @@ def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, ph
   policy = initial_policy(config, learner, workdir, earlier)
   _warn_of_unfinished(config, workdir)
   num_outputs = learner.value_specs["value_head"].shape[-1]
-  if phase.name == TRAIN and _latest_step(workdir / VALUE_PRETRAINING) is not None:
+  if phase.name == TRAIN and latest_step(workdir / VALUE_PRETRAINING) is not None:
     critic = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(learner.value_specs, learner.mesh))
   else:
     if phase.name == TRAIN:
@@ -158,7 +158,7 @@ def latest_policy(
   """
   abstract = sharded_specs(learner.policy_specs, learner.mesh)
   for name in (phase,) if phase else (TRAIN, SFT):
-    step = _latest_step(workdir / name)
+    step = latest_step(workdir / name)
     if step is not None:
       version = load_host_state(workdir / name, step)["policy_version"] if name == TRAIN else 0
       return load_params(workdir / name, "policy", abstract, step=step), version, name

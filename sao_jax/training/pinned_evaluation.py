@@ -5,8 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 from typing import NamedTuple
 
-from absl import logging
-
 from sao_jax.config import RunConfig
 from sao_jax.training.evaluation import Evaluation, evaluate
 from sao_jax.training.interrupt import Interrupt, Interrupted
@@ -57,23 +55,26 @@ class PinnedEvaluation:
     self.version, self._step = version, step
     self._result = self._thread.submit(evaluate, self._config, params, version, self)
 
-  def collect(self, *, wait: bool = False) -> Measured | None:
-    """The evaluation under way if it has finished; None if there is none.
+  def check(self) -> None:
+    """Raises what ended the evaluation, as itself, unless it was interrupted."""
+    if self._result is not None and self._result.done():
+      error = self._result.exception()
+      if error is not None and not isinstance(error, Interrupted):
+        raise error
 
-    An interrupted one stays under way, so that whoever saves now knows to begin it again.
+  def collect(self, timeout: float = 0.0) -> Measured | None:
+    """The evaluation under way, if it finishes within `timeout` seconds; None otherwise, and if there is none.
 
-    Args:
-      wait: wait for it.
+    An interrupted one stays under way: there is no result, and there will be none.
 
     Raises:
       Exception: what ended it, as itself.
     """
-    if self._result is None or not (wait or self._result.done()):
+    if self._result is None or concurrent.futures.wait([self._result], timeout).not_done:
       return None
     try:
       evaluation = self._result.result()
     except Interrupted:
-      logging.info("The evaluation of version %d was interrupted.", self.version)
       return None
     self.version, self._result = None, None
     return Measured(self._step, evaluation)

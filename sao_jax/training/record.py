@@ -37,6 +37,12 @@ class Record:
     state = decode(self._path(step).read_bytes())
     return trajectories_from_state(state["trajectories"], state["arrays"])
 
+  def forget_after(self, step: int) -> None:
+    """Removes what was kept of later steps: a run that goes on from `step` makes them anew."""
+    for path in self.directory.glob("*.npz"):
+      if int(path.name.split(".")[0]) > step:
+        path.unlink()
+
   def missing(self, steps: int) -> list[int]:
     """Which of the steps 1 ... `steps` were not kept."""
     return [step for step in range(1, steps + 1) if not self._path(step).exists()]

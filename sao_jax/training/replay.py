@@ -52,31 +52,35 @@ def replay(config: RunConfig, workdir: str | os.PathLike) -> Replay:
   """Trains on what the run in `workdir` consumed, from the same start, and compares with its newest checkpoint.
 
   Raises:
-    ConfigError: there is no finished step, or a step was not recorded.
+    ConfigError: there is no finished step, or a step was not recorded, or there are several processes.
   """
   validate(config, training=True)
+  if jax.process_count() > 1:
+    raise ConfigError(
+      "processes", f"there are {jax.process_count()} of them.", "Replay in one process with all devices."
+    )
   workdir = pathlib.Path(workdir)
   phase, record = phases.reinforcement_learning(config), Record(workdir, phases.TRAIN)
   learner = make_learner(config)
-  with Checkpointer(workdir / phase.name) as checkpointer:
-    saved = checkpointer.restore(abstract_state(learner))
-  if saved is None or not saved.step:
+  steps = phases.latest_step(workdir / phase.name)
+  if not steps:
     raise ConfigError("workdir", f"{workdir} holds no trained step", "run launch.train there first")
-  missing = record.missing(saved.step)
+  missing = record.missing(steps)
   if missing:
     raise ConfigError(
       "rollout.record",
-      f"{len(missing)} of the {saved.step} steps of {workdir} were not recorded, the first is step {missing[0]}",
+      f"{len(missing)} of the {steps} steps of {workdir} were not recorded, the first is step {missing[0]}",
       "train with --config.rollout.record=True (or rollout.deterministic=True) from the first step on",
     )
   state = phases.initial_state(config, learner, workdir, phase)
-  train_step = CompiledSteps(learner, {phase.updates_policy(step) for step in range(saved.step)})
-  with Progress("replay", total=saved.step) as progress:
-    for step in range(saved.step):
+  kinds = {phase.updates_policy(step) for step in range(steps)}
+  with Progress("replay", total=steps) as progress, CompiledSteps(learner, kinds) as train_step:
+    for step in range(steps):
       rows = packed_batch(learner, record.read(step + 1)).rows
       state, _ = train_step(state, rows, update_policy=phase.updates_policy(step))
       progress.update(step + 1)
-  return compare(saved.step, state, saved.state)
+  with Checkpointer(workdir / phase.name) as checkpointer:  # only now: two states need twice the memory
+    return compare(steps, state, checkpointer.restore(abstract_state(learner), step=steps).state)
 
 
 def compare(steps: int, replayed: TrainState, saved: TrainState) -> Replay:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,9 +56,15 @@ def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, ver
   )
 
 
-def take(rollouts: RolloutLoop, batch_size: int, version: int, interrupt: Interrupt) -> Batch | None:
-  """Waits for a batch; None once an interruption was requested. Raises what stopped the rollout side, as itself."""
+def take(
+  rollouts: RolloutLoop, batch_size: int, version: int, interrupt: Interrupt, look: Callable[[], None] = lambda: None
+) -> Batch | None:
+  """Waits for a batch; None once an interruption was requested. Raises what stopped the rollout side, as itself.
+
+  `look` is called now and then meanwhile, and may raise.
+  """
   while not interrupt.requested:
+    look()
     rollouts.check()
     try:
       return rollouts.take(batch_size, version, timeout=POLL)

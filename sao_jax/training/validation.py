@@ -18,7 +18,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.sampler.buckets import check_sampler_config
 from sao_jax.training import config_tree
 from sao_jax.training.config_bounds import check_bounds
-from sao_jax.training.latent_rules import indexer_problem, latent_problem
+from sao_jax.training.latent_rules import indexer_problem, indexer_types_problem, latent_problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,12 @@ RULES: tuple[Rule, ...] = (
   Rule(
     "model.index_topk",
     lambda c: indexer_problem(c.model),
-    "Give the indexer its heads, and every layer its kind in model.indexer_types, or leave model.index_topk at 0.",
+    "Set model.index_num_heads and model.index_head_dim, or leave model.index_topk at 0.",
+  ),
+  Rule(
+    "model.indexer_types",
+    lambda c: indexer_types_problem(c.model),
+    "Name full or shared for every layer, full for the first; or leave it empty: all are full.",
   ),
   Rule(
     "model.num_experts_per_token",

@@ -1,0 +1,125 @@
+"""Reading a config.json: every field is used, restricted to what is implemented, or known not to matter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sao_jax.config import YarnConfig
+from sao_jax.errors import ConfigError
+
+_REQUIRED = object()
+
+# Fields that do not change what a model computes from token ids, or that the import looks at by itself.
+IRRELEVANT = (
+  *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "quantization_config", "use_cache"),
+  *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "_name_or_path", "_attn_implementation"),
+  *("output_router_logits", "router_aux_loss_coef", "output_attentions", "output_hidden_states", "return_dict"),
+)
+
+
+class Fields:
+  """The fields of a config.json, taken one by one; `finish` refuses what nobody took."""
+
+  def __init__(self, values: Mapping[str, Any], prefix: str = ""):
+    self._values, self._prefix = values, prefix
+    self._left = set(values)
+    self._problems: list[str] = []
+
+  def __contains__(self, name: str) -> bool:
+    return self._values.get(name) is not None
+
+  def take(self, name: str, default: Any = _REQUIRED) -> Any:
+    """The field's value; `default` where the folder leaves it out or null. Without a default it must be there."""
+    self._left.discard(name)
+    value = self._values.get(name)
+    if value is None and default is _REQUIRED:
+      self._problems.append(f"{self._prefix}{name} is missing")
+      return 1  # never used: finish() raises
+    return default if value is None else value
+
+  def only(self, name: str, *implemented: Any) -> None:
+    """The field must have one of these values; left out, or null, it has the first one."""
+    value = self.take(name, implemented[0])
+    if value not in implemented:
+      self.refuse(name, value)
+
+  def irrelevant(self, *names: str) -> None:
+    """These fields do not matter here."""
+    self._left.difference_update(names)
+
+  def refuse(self, name: str, value: Any) -> None:
+    """This value of the field is not implemented."""
+    self._problems.append(f"{self._prefix}{name} = {value!r} is not implemented")
+
+  def finish(self, model_type: str) -> None:
+    """Raises ConfigError, listing all that is missing, unknown or not implemented."""
+    self.irrelevant(*IRRELEVANT)
+    problems = self._problems + [f"{self._prefix}{name} is not known" for name in sorted(self._left)]
+    if problems:
+      raise ConfigError(
+        f"config.json of {model_type}",
+        "; ".join(problems) + ".",
+        "Use a model without these; or, if a field does not change what the model computes, remove it from the file.",
+      )
+
+  def section(self, name: str) -> Fields:
+    """The fields of a field; `close` it."""
+    return Fields(self.take(name), f"{self._prefix}{name}.")
+
+  def close(self, section: Fields) -> None:
+    """Takes over what was wrong in a section."""
+    self._problems += section._problems + [f"{section._prefix}{left} is not known" for left in sorted(section._left)]
+
+
+def read_rope(fields: Fields, *, rotary_fraction: float = 1.0, yarn: bool = False) -> dict[str, Any]:
+  """rope_theta, rotary_fraction and yarn, in the form of transformers 5 (rope_parameters) or the one before it.
+
+  Args:
+    fields: of the config.json.
+    rotary_fraction: what a folder that leaves partial_rotary_factor out means.
+    yarn: whether the family may be stretched by YaRN; any other scaling is refused.
+  """
+  if "rope_parameters" in fields:
+    rope = scaling = fields.section("rope_parameters")
+    fields.only("rope_scaling", None)
+  else:
+    rope, scaling = fields, fields.section("rope_scaling") if "rope_scaling" in fields else None
+    fields.irrelevant("rope_scaling")  # null
+  theta, fraction = fields.take("rope_theta", None), fields.take("partial_rotary_factor", rotary_fraction)
+  if rope is not fields:  # where both forms give a value, transformers takes that of rope_parameters
+    theta, fraction = rope.take("rope_theta", theta), rope.take("partial_rotary_factor", fraction)
+  if theta is None:
+    theta = fields.take("rope_theta")
+  read = {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
+  if scaling is not None:
+    kind = scaling.take("rope_type", None) or scaling.take("type", "default")
+    scaling.irrelevant("type")
+    if kind == "yarn" and yarn:
+      read["yarn"] = YarnConfig(
+        factor=float(scaling.take("factor")),
+        original_positions=scaling.take("original_max_position_embeddings"),
+        beta_fast=float(scaling.take("beta_fast", 32.0)),
+        beta_slow=float(scaling.take("beta_slow", 1.0)),
+        attention_factor=float(scaling.take("attention_factor", 0.0)),
+        truncate=scaling.take("truncate", True),
+      )
+    elif kind != "default":
+      scaling.refuse("rope_type", kind)
+    fields.close(scaling)
+  return read
+
+
+def write_yarn(yarn: YarnConfig) -> dict[str, Any] | None:
+  """The field rope_scaling."""
+  if yarn.factor == 1.0:
+    return None
+  written = {
+    "rope_type": "yarn",
+    "factor": yarn.factor,
+    "original_max_position_embeddings": yarn.original_positions,
+    "beta_fast": yarn.beta_fast,
+    "beta_slow": yarn.beta_slow,
+    "truncate": yarn.truncate,
+  }
+  return written | ({"attention_factor": yarn.attention_factor} if yarn.attention_factor else {})

@@ -1,0 +1,189 @@
+"""Published models as configurations, and their sizes computed from our parameter declarations.
+
+Each shape is that of the config.json at the URL beside it; the sizes are those of the model's card on the same page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from sao_jax.config import ModelConfig
+from sao_jax.models.moe import EXPERT_WEIGHTS
+from sao_jax.models.sparse_attention import is_full
+from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.params import count_params, path_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+  """A published model: its shape, its parameters in billions as published, and where its config.json is."""
+
+  model: ModelConfig
+  total: float
+  active: float
+  source: str
+
+
+QWEN3 = ModelConfig(vocab_size=151_936, head_dim=128, rope_theta=1e6, max_positions=40_960, dtype="bfloat16")
+QWEN3_MOE = dataclasses.replace(QWEN3, num_kv_heads=4, num_experts=128, num_experts_per_token=8)
+GLM = ModelConfig(
+  vocab_size=151_552,
+  num_heads=96,
+  num_kv_heads=8,
+  head_dim=128,
+  num_experts_per_token=8,
+  router="sigmoid",
+  attention_bias=True,
+  rope_theta=1e6,
+  rotary_fraction=0.5,
+  max_positions=131_072,
+  rms_norm_eps=1e-5,
+  dtype="bfloat16",
+)
+GLM5 = ModelConfig(
+  vocab_size=154_880,
+  num_layers=78,
+  d_model=6144,
+  num_heads=64,
+  num_kv_heads=64,
+  head_dim=64,
+  d_ff=12_288,
+  num_experts=256,
+  num_experts_per_token=8,
+  d_ff_expert=2048,
+  d_ff_shared=2048,
+  num_dense_layers=3,
+  router="sigmoid",
+  routed_scaling=2.5,
+  qk_norm=False,
+  kv_lora_rank=512,
+  q_lora_rank=2048,
+  qk_nope_head_dim=192,
+  qk_rope_head_dim=64,
+  v_head_dim=256,
+  index_topk=2048,
+  index_num_heads=32,
+  index_head_dim=128,
+  rope_theta=1e6,
+  max_positions=202_752,
+  rms_norm_eps=1e-5,
+  dtype="bfloat16",
+)
+# Layers 0, 1, 2, 6, 10, ..., 74 have an indexer.
+GLM52_INDEXERS = tuple("full" if i < 3 or i % 4 == 2 else "shared" for i in range(78))
+
+PUBLISHED = {
+  "Qwen3-0.6B": Published(
+    dataclasses.replace(
+      QWEN3, num_layers=28, d_model=1024, num_heads=16, num_kv_heads=8, d_ff=3072, tie_embeddings=True
+    ),
+    total=0.596,  # 0.44 and the embedding, which is also the head
+    active=0.596,
+    source="https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json",
+  ),
+  "Qwen3-4B": Published(
+    dataclasses.replace(
+      QWEN3, num_layers=36, d_model=2560, num_heads=32, num_kv_heads=8, d_ff=9728, tie_embeddings=True
+    ),
+    total=4.0,
+    active=4.0,
+    source="https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json",
+  ),
+  "Qwen3-30B-A3B": Published(
+    dataclasses.replace(QWEN3_MOE, num_layers=48, d_model=2048, num_heads=32, d_ff=6144, d_ff_expert=768),
+    total=30.5,
+    active=3.3,
+    source="https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json",
+  ),
+  "Qwen3-235B-A22B": Published(
+    dataclasses.replace(QWEN3_MOE, num_layers=94, d_model=4096, num_heads=64, d_ff=12_288, d_ff_expert=1536),
+    total=235.0,
+    active=22.0,
+    source="https://huggingface.co/Qwen/Qwen3-235B-A22B/blob/main/config.json",
+  ),
+  "GLM-4.5-Air": Published(
+    dataclasses.replace(
+      GLM,
+      num_layers=46,
+      d_model=4096,
+      d_ff=10_944,
+      num_experts=128,
+      d_ff_expert=1408,
+      d_ff_shared=1408,
+      num_dense_layers=1,
+      qk_norm=False,
+    ),
+    total=106.0,
+    active=12.0,  # as published, without the embedding and the head
+    source="https://huggingface.co/zai-org/GLM-4.5-Air/blob/main/config.json",
+  ),
+  "GLM-4.5": Published(
+    dataclasses.replace(
+      GLM,
+      num_layers=92,
+      d_model=5120,
+      d_ff=12_288,
+      num_experts=160,
+      d_ff_expert=1536,
+      d_ff_shared=1536,
+      num_dense_layers=3,
+      routed_scaling=2.5,
+    ),
+    total=355.0,
+    active=32.0,
+    source="https://huggingface.co/zai-org/GLM-4.5/blob/main/config.json",
+  ),
+  "GLM-5": Published(
+    GLM5,
+    total=744.0,
+    active=40.0,  # as published, without the embedding and the head
+    source="https://huggingface.co/zai-org/GLM-5/blob/main/config.json",
+  ),
+  "GLM-5.2": Published(
+    dataclasses.replace(GLM5, indexer_types=GLM52_INDEXERS, rope_theta=8e6, max_positions=1_048_576),
+    total=750.0,
+    active=40.0,
+    source="https://huggingface.co/zai-org/GLM-5.2/blob/main/config.json",
+  ),
+}
+
+
+def total_params(config: ModelConfig) -> int:
+  """Parameters of the policy; a tied head counts once, layers that only predict further tokens do not count."""
+  return count_params(param_specs(config))
+
+
+def active_params(config: ModelConfig) -> int:
+  """Those that one token meets: of the routed experts the chosen ones; embedding and head included."""
+  experts = {f"moe_layers/moe/{name}" for name in EXPERT_WEIGHTS}
+  count = 0
+  for path, spec in jax.tree_util.tree_leaves_with_path(param_specs(config)):
+    size = math.prod(spec.shape)
+    count += size * config.num_experts_per_token // config.num_experts if path_name(path) in experts else size
+  return count
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: str = "bfloat16") -> int:
+  """Bytes that the cache of the sampler holds for a token: keys and values of all layers, or latents and index keys."""
+  if config.kv_lora_rank:
+    latents = config.num_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+    index_keys = sum(is_full(config)) * config.index_head_dim if config.index_topk else 0
+    return (latents + index_keys) * jnp.dtype(dtype).itemsize
+  return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+
+
+def size_table() -> str:
+  """A Markdown table of the published models: billions of parameters, KiB of cache per token in bf16, source."""
+  rows = [
+    "| Model | Total (B) | Active (B) | KV cache per token (KiB, bf16) | Configuration |",
+    "|---|---|---|---|---|",
+  ]
+  for name, published in PUBLISHED.items():
+    total, active = (count(published.model) / 1e9 for count in (total_params, active_params))
+    cache = kv_bytes_per_token(published.model) / 1024
+    rows.append(f"| {name} | {total:.2f} | {active:.2f} | {cache:.0f} | [config.json]({published.source}) |")
+  return "\n".join(rows)

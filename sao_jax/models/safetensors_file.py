@@ -1,0 +1,120 @@
+"""Safetensors files, read and written tensor by tensor: eight bytes of header length, a JSON header, raw data.
+
+Little-endian, row-major. Nothing is held in memory but what is asked for: the library of that name keeps a whole file
+mapped or in memory, and its NumPy side has no FP8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from sao_jax.errors import ConfigError
+
+DTYPES = {
+  "F64": np.dtype(np.float64),
+  "F32": np.dtype(np.float32),
+  "F16": np.dtype(np.float16),
+  "BF16": np.dtype(ml_dtypes.bfloat16),
+  "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+  "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+  "I64": np.dtype(np.int64),
+  "I32": np.dtype(np.int32),
+  "I16": np.dtype(np.int16),
+  "I8": np.dtype(np.int8),
+  "U8": np.dtype(np.uint8),
+  "BOOL": np.dtype(np.bool_),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every axis
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+  """One tensor of a file: where its bytes lie and what they mean."""
+
+  path: pathlib.Path
+  dtype: str
+  shape: tuple[int, ...]
+  start: int
+  num_bytes: int
+
+  def read(self, bounds: Bounds | None = None) -> np.ndarray:
+    """The part within `bounds` (None: all of it), a copy of its own; no other bytes are read."""
+    bounds = bounds or tuple((0, size) for size in self.shape)
+    if math.prod(self.shape) == 0:
+      return np.empty([stop - start for start, stop in bounds], DTYPES[self.dtype])
+    stored = np.memmap(self.path, DTYPES[self.dtype], mode="r", offset=self.start, shape=self.shape)
+    return np.array(stored[tuple(slice(start, stop) for start, stop in bounds)])
+
+  def read_bytes(self, chunk: int = 1 << 24) -> Iterator[bytes]:
+    """All of its bytes, in pieces."""
+    with self.path.open("rb") as file:
+      file.seek(self.start)
+      for offset in range(0, self.num_bytes, chunk):
+        yield file.read(min(chunk, self.num_bytes - offset))
+
+
+def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
+  """The tensors of a file. ConfigError when it is no safetensors file, or not all of one."""
+  size = path.stat().st_size
+  try:
+    with path.open("rb") as file:
+      (length,) = struct.unpack("<Q", file.read(8))
+      if length > size - 8:
+        raise ValueError("the header is longer than the file")
+      header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+      start, stop = entry["data_offsets"]
+      shape = tuple(entry["shape"])
+      if 8 + length + stop > size:
+        raise ValueError(f"it ends before {name} does")
+      if math.prod(shape) * DTYPES[entry["dtype"]].itemsize != stop - start:
+        raise ValueError(f"{name} has {stop - start} bytes, its shape and dtype say otherwise")
+      tensors[name] = StoredTensor(path, entry["dtype"], shape, 8 + length + start, stop - start)
+  except (ValueError, KeyError, TypeError, struct.error) as error:
+    raise ConfigError("model.checkpoint", f"{path} cannot be read: {error}.", "Copy the file again.") from error
+  return tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedTensor:
+  """One tensor to write: its name, dtype, shape, and a function that gives its bytes when their turn comes."""
+
+  name: str
+  dtype: str
+  shape: tuple[int, ...]
+  pieces: Iterable[bytes | memoryview]
+
+  @property
+  def num_bytes(self) -> int:
+    """Its size in the file."""
+    return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def write_file(path: pathlib.Path, tensors: Sequence[PlannedTensor]) -> None:
+  """Writes the tensors in this order; of each, one piece is in memory at a time."""
+  header, offset = {"__metadata__": {"format": "pt"}}, 0
+  for tensor in tensors:
+    stop = offset + tensor.num_bytes
+    header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+    offset = stop
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)
+  with path.open("wb") as file:
+    file.write(struct.pack("<Q", len(text)))
+    file.write(text)
+    for tensor in tensors:
+      written = sum(file.write(piece) for piece in tensor.pieces)
+      if written != tensor.num_bytes:
+        raise ValueError(f"{tensor.name}: {written} bytes were given for {tensor.num_bytes}")

@@ -1,0 +1,70 @@
+"""Other layouts than the default one: the same results when other mesh axes split tokens, experts and heads."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from sao_jax.config import MeshConfig, ModelConfig
+from sao_jax.models.attention import grouped_attention, packed_attend, packed_causal_mask
+from sao_jax.models.moe import moe_feed_forward
+from sao_jax.parallel.mesh import make_mesh
+from sao_jax.parallel.rules import AxisRules
+
+CONFIG = ModelConfig(d_model=8, num_experts=4, d_ff_expert=8, d_ff_shared=0)
+AXES = {
+  "router": ("embed", None),
+  "gate": ("expert", "embed", "mlp"),
+  "up": ("expert", "embed", "mlp"),
+  "down": ("expert", "mlp", "embed"),
+}
+DATA = ("data", "fsdp", "expert")
+LAYOUTS = {
+  "default": (MeshConfig(fsdp=2, expert=2, tensor=2), AxisRules()),
+  "experts over two axes, whole widths": (
+    MeshConfig(fsdp=2, expert=2, tensor=2),
+    AxisRules(expert=("expert", "tensor"), mlp=None),
+  ),
+  "tokens over tensor too": (MeshConfig(fsdp=2, expert=2, tensor=2), AxisRules(batch=(*DATA, "tensor"))),
+  "experts over context": (MeshConfig(fsdp=2, tensor=2, context=2), AxisRules(expert="context")),
+  "replicated experts": (MeshConfig(fsdp=4, tensor=2), AxisRules(expert=None)),
+  "nothing of the experts is split": (MeshConfig(data=4, fsdp=2), AxisRules(expert=None, mlp=None)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mixture_of_experts(layout):
+  rng = np.random.default_rng(0)
+  shapes = {"router": (8, 4), "gate": (4, 8, 8), "up": (4, 8, 8), "down": (4, 8, 8)}
+  params = {name: jnp.asarray(rng.normal(0, 0.5, shape), jnp.float32) for name, shape in shapes.items()}
+  x = jnp.asarray(rng.normal(size=(8, 4, 8)), jnp.float32)
+
+  def value_and_gradients(mesh, rules):
+    def value(params, x):
+      return jnp.sum(jnp.sin(moe_feed_forward(params, x, CONFIG, mesh, rules)))
+
+    return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))
+
+  expected = value_and_gradients(None, AxisRules())(params, x)
+  mesh_config, rules = LAYOUTS[layout]
+  mesh = make_mesh(mesh_config)
+  place = lambda array, *axes: jax.device_put(array, NamedSharding(mesh, rules.spec(*axes)))
+  sharded = {name: place(array, *AXES[name]) for name, array in params.items()}
+  got = value_and_gradients(mesh, rules)(sharded, place(x, "batch", "sequence", None))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize("rules", [AxisRules(), AxisRules(kv_heads=None)], ids=["split kv heads", "whole kv heads"])
+def test_attention(rules):
+  """Four heads on two devices with two kv heads: a device that holds both must not let its own two heads share them."""
+  keys = jax.random.split(jax.random.key(0), 3)
+  q, k, v = (jax.random.normal(key, (4, 6, n, 4), jnp.float32) for key, n in zip(keys, (4, 2, 2)))
+  segments = jnp.asarray([[1, 1, 1, 2, 2, 0]] * 4, jnp.int32)
+  expected = grouped_attention(q, k, v, packed_causal_mask(segments))
+  mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+  attend = jax.jit(lambda *arrays: packed_attend(segments, mesh, rules)(*arrays, jnp.int32(0), None)[0])
+  got = attend(q, k, v)
+  np.testing.assert_allclose(got[:, :5], expected[:, :5], rtol=1e-5, atol=1e-6)

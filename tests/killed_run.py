@@ -1,30 +1,42 @@
-"""A deterministic toy run in a process of its own, to be killed: python killed_run.py WORKDIR STEPS LATENCY_SEED."""
+"""A deterministic toy run in a process of its own, to be killed: python killed_run.py WORKDIR STEPS SEED KIND."""
 
 from __future__ import annotations
 
-import os
+import dataclasses
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # it is started again and again
+import jax
+import training_toy
 
-import training_toy  # noqa: E402
+from sao_jax.environments.chaos import Chaos
+from sao_jax.environments.simulated_latency import SimulatedLatency
+from sao_jax.training import loop
 
-from sao_jax.environments.simulated_latency import SimulatedLatency  # noqa: E402
-from sao_jax.training import loop  # noqa: E402
 
+def get_config(steps: int, latency_seed: int, kind: str = "plain"):
+  """Every process waits differently for its environments; what is sampled must not depend on it.
 
-def get_config(steps: int, latency_seed: int):
-  """Every process waits differently for its environments; what is sampled must not depend on it."""
+  `kind="faulty"`: a synchronous run with evaluations, fewer episodes at once than a batch, and broken environments.
+  """
   config = training_toy.replace(
     training_toy.get_config(),
     rollout={"deterministic": True},
     training={"steps": steps, "checkpoint_every": 2, "keep_checkpoints": 1, "audit": False},
   )
-  latency = SimulatedLatency(config.environment, mean=0.005, sigma=1.0, seed=latency_seed)
-  return training_toy.dataclasses.replace(config, environment=latency)
+  environment = config.environment
+  if kind == "faulty":
+    environment = Chaos(environment, raises=0.1, garbage=0.1)
+    config = training_toy.replace(
+      config,
+      rollout={"admission_staleness": 0, "max_in_flight": 3, "environment_retries": 1},
+      evaluation={"every": 8},
+    )
+  latency = SimulatedLatency(environment, mean=0.005, sigma=1.0, seed=latency_seed)
+  return dataclasses.replace(config, environment=latency)
 
 
 if __name__ == "__main__":
-  workdir, steps, latency_seed = sys.argv[1:]
-  loop.train(get_config(int(steps), int(latency_seed)), workdir)
+  jax.config.update("jax_num_cpu_devices", 1)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # it is started again and again
+  workdir, steps, latency_seed, kind = sys.argv[1:]
+  loop.train(get_config(int(steps), int(latency_seed), kind), workdir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import pathlib
 import pickle
 
@@ -14,6 +15,7 @@ from absl import flags
 
 from launch import _flags
 from sao_jax.errors import ConfigError
+from sao_jax.training import host_state
 from sao_jax.training.host_state import decode
 from sao_jax.training.record import Record
 
@@ -83,8 +85,8 @@ class Trap:
 def pickled_archives(trap):
   """A bare pickle, and numpy archives with a pickled array in the place of the document or of an array."""
   objects = np.array([trap], dtype=object)
-  document = np.frombuffer(b'{"a": {"__array__": "array_0"}}', np.uint8)
-  for arrays in ({"document": objects}, {"document": document, "array_0": objects}):
+  document = np.frombuffer(json.dumps({"a": {host_state._ARRAY: "array_0"}}).encode(), np.uint8)
+  for arrays in ({host_state._DOCUMENT: objects}, {host_state._DOCUMENT: document, "array_0": objects}):
     file = io.BytesIO()
     np.savez(file, **arrays)
     yield file.getvalue()

@@ -72,10 +72,10 @@ def test_an_interrupted_run_goes_on_identically(tmp_path, uninterrupted, monkeyp
   _, expected = uninterrupted
   taken, take = [], loop.take
 
-  def take_three(rollouts, batch_size, version, interrupt):
+  def take_three(rollouts, batch_size, version, interrupt, **look):
     taken.append(version)
     interrupt.requested = len(taken) == 4
-    return take(rollouts, batch_size, version, interrupt)
+    return take(rollouts, batch_size, version, interrupt, **look)
 
   monkeypatch.setattr(loop, "take", take_three)
   config = killed_run.get_config(STEPS, latency_seed=3)
@@ -125,7 +125,9 @@ def test_combinations_that_cannot_be_deterministic_are_refused():
 
 
 def start(workdir, latency_seed):
-  command = [sys.executable, TESTS / "killed_run.py", workdir, str(KILLED_STEPS), str(latency_seed)]
+  """Starts the kind of run that the directory is named after."""
+  kind = workdir.name.removesuffix("_expected")
+  command = [sys.executable, TESTS / "killed_run.py", workdir, str(KILLED_STEPS), str(latency_seed), kind]
   return subprocess.Popen(command, cwd=TESTS, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
@@ -165,23 +167,30 @@ def kill_again_and_again(workdir, seed):
   return hits, start(workdir, latency_seed=0)
 
 
-def test_runs_killed_at_twenty_random_points_are_the_uninterrupted_one(tmp_path):
+def test_runs_killed_at_twenty_random_points_are_the_uninterrupted_ones(tmp_path):
   """kill -9 between and in the middle of steps, and in the middle of saves, with a single checkpoint kept."""
-  names = ["first", "second"]
-  expected = start(tmp_path / "expected", latency_seed=0)
+  kinds = ["plain", "faulty"]
+  uninterrupted = [start(tmp_path / f"{kind}_expected", latency_seed=0) for kind in kinds]
   with concurrent.futures.ThreadPoolExecutor() as threads:
-    killed = threads.map(kill_again_and_again, [tmp_path / name for name in names], [1, 2])
+    killed = threads.map(kill_again_and_again, [tmp_path / kind for kind in kinds], [1, 2])
   hits, processes = zip(*killed)
   assert sum(hits) >= 5
-  for process in (expected, *processes):
+  for process in (*uninterrupted, *processes):
     assert process.wait(DEADLINE) == 0, process.stderr.read().decode()
   learner = setup.make_learner(killed_run.get_config(KILLED_STEPS, 0))
   restored = {}
-  for name in ("expected", *names):
-    with Checkpointer(tmp_path / name / phases.TRAIN) as checkpointer:
-      restored[name] = checkpointer.restore(setup.abstract_state(learner))
-  for name in names:
-    assert restored[name].step == restored["expected"].step == KILLED_STEPS + 1
-    assert_identical(restored[name].state, restored["expected"].state)
+  for kind in kinds:
+    for name in (kind, f"{kind}_expected"):
+      with Checkpointer(tmp_path / name / phases.TRAIN) as checkpointer:
+        restored[name] = checkpointer.restore(setup.abstract_state(learner))
+  for kind in kinds:
+    assert restored[kind].step == restored[f"{kind}_expected"].step == KILLED_STEPS + 1
+    assert_identical(restored[kind].state, restored[f"{kind}_expected"].state)
     for step in range(1, KILLED_STEPS + 2):
-      assert consumed(tmp_path / name, step) == consumed(tmp_path / "expected", step)
+      assert consumed(tmp_path / kind, step) == consumed(tmp_path / f"{kind}_expected", step)
+  evaluated = lambda name: {
+    line["policy_version"]: line["heldout_success"]
+    for line in read_metrics(tmp_path / name, "train")
+    if "heldout_success" in line
+  }
+  assert evaluated("faulty") == evaluated("faulty_expected") and len(evaluated("faulty")) == KILLED_STEPS // 8 + 2

@@ -1,15 +1,16 @@
-"""Evaluation in the background: pinned to its version, while training goes on; never lost to an interruption."""
+"""Evaluation in the background: pinned to its version, while training goes on; interruptions and errors of it."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 import jax
 import numpy as np
 import pytest
 import training_toy
 
-from sao_jax.training import loop, pinned_evaluation, setup
+from sao_jax.training import loop, phases, pinned_evaluation, setup
 from sao_jax.training.evaluation import evaluate
 from sao_jax.training.interrupt import Interrupt, Interrupted
 from sao_jax.training.metrics import read_metrics
@@ -84,6 +85,45 @@ def test_an_error_of_an_evaluation_ends_the_run_as_itself(tmp_path, monkeypatch)
     loop.train(make_config(), tmp_path)
 
 
+def test_what_was_trained_is_saved_when_an_evaluation_fails(tmp_path, monkeypatch):
+  def broken(config, params, version, interrupt):
+    if version == 4:
+      raise ZeroDivisionError("in the last evaluation")
+    return evaluate(config, params, version, interrupt)
+
+  monkeypatch.setattr(pinned_evaluation, "evaluate", broken)
+  config = make_config(checkpoint_every=1000)
+  with pytest.raises(ZeroDivisionError, match="in the last evaluation"):
+    loop.train(config, tmp_path)
+  assert phases.latest_step(tmp_path / "train") == 5
+  monkeypatch.setattr(pinned_evaluation, "evaluate", evaluate)
+  assert loop.train(config, tmp_path).step == 5
+  assert list(evaluated(tmp_path)) == [0, 2, 4]  # the one that was owed
+  before = read_metrics(tmp_path)
+  loop.train(config, tmp_path)
+  assert read_metrics(tmp_path) == before  # nothing is owed any more
+
+
+def test_an_interruption_while_training_waits_for_an_evaluation(tmp_path, monkeypatch):
+  """The evaluation of version 1 is still running when that of version 2 is due; then comes the signal."""
+
+  def slow(config, params, version, stop):
+    if version == 1:
+      threading.Timer(3.0, lambda: setattr(stop._interrupt, "requested", True)).start()
+      while not stop.requested:
+        time.sleep(0.01)
+      raise Interrupted("asked to stop")
+    return evaluate(config, params, version, stop)
+
+  monkeypatch.setattr(pinned_evaluation, "evaluate", slow)
+  config = training_toy.replace(make_config(checkpoint_every=1000), evaluation={"every": 1})
+  first = loop.train(config, tmp_path)
+  assert first.interrupted and first.step == 3 and list(evaluated(tmp_path)) == [0]
+  monkeypatch.setattr(pinned_evaluation, "evaluate", evaluate)
+  loop.train(config, tmp_path)
+  assert list(evaluated(tmp_path)) == [0, 2, 3, 4]
+
+
 def test_one_evaluation_at_a_time_and_none_outlives_its_run(monkeypatch):
   seen = []
 
@@ -95,7 +135,7 @@ def test_one_evaluation_at_a_time_and_none_outlives_its_run(monkeypatch):
 
   monkeypatch.setattr(pinned_evaluation, "evaluate", endless)
   with pinned_evaluation.PinnedEvaluation(make_config(), Interrupt()) as pinned:
-    assert pinned.collect(wait=True) is None and pinned.version is None
+    assert pinned.collect(1.0) is None and pinned.version is None
     pinned.start(None, 7, 3)
     with pytest.raises(RuntimeError, match="version 7 was not collected"):
       pinned.start(None, 8, 4)

@@ -60,6 +60,10 @@ def test_the_defaults_are_valid():
   validate(dataclasses.replace(VALID, model=ModelConfig(num_experts=8, d_ff_shared=64)), training=True)
 
 
+# A sigmoid router with groups, as it works.
+GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_groups": 4}
+
+
 @pytest.mark.parametrize(
   "overrides, field, problem, remedy",
   [
@@ -68,6 +72,13 @@ def test_the_defaults_are_valid():
     ({"model.head_dim": 15}, "model.head_dim", "15 is odd", "even model.head_dim"),
     ({"model.num_experts": 1}, "model.num_experts_per_token", "2 experts per token of 1", "raise model.num_experts"),
     ({"model.num_dense_layers": 3}, "model.num_dense_layers", "3 dense layers of 2", "at most model.num_layers"),
+    ({"model.rotary_fraction": 0.2}, "model.rotary_fraction", "0.2 of 16 dimensions is an odd", "that is even"),
+    ({"model.routed_scaling": 2.0}, "model.router", "no scaling", "model.router=sigmoid"),
+    (GROUPED | {"model.num_expert_groups": 3}, "model.num_expert_groups", "8 experts do not split", "a multiple of"),
+    (GROUPED | {"model.num_expert_groups": 8}, "model.num_groups_per_token", "groups of 1 experts", "enough groups"),
+    (GROUPED | {"model.num_experts_per_token": 3}, "model.num_groups_per_token", "1 of 4 groups of 2", "enough groups"),
+    (GROUPED | {"model.num_groups_per_token": 5}, "model.num_groups_per_token", "5 of 4 groups", "at most all of them"),
+    ({"model.max_positions": 64}, "sampler.context_length", "meant for 64", "model.max_positions may be raised"),
     ({"sampler.temperature": 0.0}, "sampler.temperature", "temperature 0", "above 0"),
     ({"sampler.top_p": 0.8}, "sampler.top_p", "top_p=0.8", "sampler.top_p=1"),
     ({"sampler.top_k": 40}, "sampler.top_k", "top_k=40", "sampler.top_k=0"),
@@ -84,6 +95,7 @@ def test_the_defaults_are_valid():
       "at least one local device",
     ),
     ({"value_pretraining.max_steps": 10}, "value_pretraining.max_steps", "at least 50", "Raise value_pretraining"),
+    ({"rollout.environment_timeout": 600.0}, "training.watchdog_seconds", "until 600.0 s", "Raise training.watchdog"),
   ],
 )
 def test_fields_that_contradict_each_other(overrides, field, problem, remedy):
@@ -158,6 +170,7 @@ def test_sizes(field):
 
 # What the rooms that use them check: sao_jax.algorithm.validation and sao_jax.sampler.buckets.
 ELSEWHERE = {
+  "model.indexer_types": ("full", "shared"),
   "algorithm.epsilon_low": 1.3,
   "algorithm.epsilon_high": 0.0,
   "algorithm.gamma": 1.1,
@@ -203,7 +216,7 @@ def test_every_field_is_checked_or_free_on_purpose():
   fields = {path for path, value, _ in config_tree.leaves(VALID) if not isinstance(value, bool)}
   assert fields - known == free
   assert known <= fields
-  assert {rule.field for rule in RULES} <= fields | {"environment"}
+  assert {rule.field for rule in RULES} <= {path for path, _, _ in config_tree.leaves(VALID)} | {"environment"}
 
 
 @pytest.mark.parametrize(

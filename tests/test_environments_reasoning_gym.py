@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import builtins
+import dataclasses
 import inspect
 import json
 import math
@@ -12,6 +13,7 @@ import re
 import sys
 import textwrap
 
+import graders
 import numpy as np
 import pytest
 
@@ -21,6 +23,7 @@ from sao_jax.environments.base import GraderFailure, check_step_result
 from sao_jax.environments.reasoning_gym import ReasoningGym, corrupt, score
 from sao_jax.environments.reasoning_gym_tasks import UNSAFE_TASKS
 from sao_jax.errors import ConfigError
+from sao_jax.rewards.grader_pool import GraderPool
 
 TOKENIZER = ByteTokenizer()
 CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -135,7 +138,15 @@ def test_unknown_names_are_refused_with_the_nearest(arguments, field, remedy):
 
 @pytest.mark.parametrize(
   "arguments",
-  [{"task_config": {"seed": 1}}, {"task_config": {"size": 9}}, {"num_prompts": 0}, {"demonstration_noise": 2.0}],
+  [
+    {"task_config": {"seed": 1}},
+    {"task_config": {"size": 9}},
+    {"num_prompts": 0},
+    {"demonstration_noise": 2.0},
+    {"grader_processes": 0},
+    {"grader_timeout": 0.0},
+    {"grader_timeout": math.nan},
+  ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(arguments):
   with pytest.raises(ConfigError) as caught:
@@ -183,16 +194,24 @@ def test_no_other_scorer_evaluates_the_answer():
   assert {"countdown", "puzzle24", "n_queens"} <= found  # the reading works
 
 
-@pytest.mark.parametrize(
-  "text", ["9**9**9", "__import__('os').system('touch pwned')", "1e999999999", "nan", "(" * 5000]
-)
 @pytest.mark.parametrize("task", ["chain_sum", "number_sorting", "decimal_chain_sum", "prime_factorization"])
-def test_hostile_answers_are_graded_as_wrong(task, text, tmp_path, monkeypatch):
+def test_hostile_answers_are_graded_as_wrong(task, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  settings = ReasoningGym(task)
-  result = run_episode(first_prompt(settings), f"<|answer|>{text}<|end|>", settings)[1]
-  assert result.done and result.reward < 0.5
+  settings = ReasoningGym(task, grader_processes=1)
+  for text in ("9**9**9", "__import__('os').system('touch pwned')", "1e999999999", "nan", "(" * 5000):
+    result = run_episode(first_prompt(settings), f"<|answer|>{text}<|end|>", settings)[1]
+    assert result.done and result.reward < 0.5
   assert not list(tmp_path.iterdir())
+
+
+class Misbehaving:
+  """A scorer that does what a scorer should not do."""
+
+  def __init__(self, kind: str):
+    self._kind = kind
+
+  def __call__(self, seed, entry, answer):
+    return graders.misbehave(self._kind)
 
 
 class Scorer:
@@ -220,8 +239,27 @@ def test_a_scorer_that_cannot_grade_its_own_answer_is_a_failure(outcome):
     score(Scorer(good=outcome, bad=outcome), {"answer": "good"}, "bad", "env")
 
 
-def test_no_answer_earns_nothing_whatever_the_scorer_thinks():
-  assert score(Scorer(), {"answer": "good"}, None, "env") == 0.0
+@pytest.mark.parametrize("kind, problem", [("hang", "killed"), ("die", "died"), ("nan", "finite")])
+def test_a_scorer_that_hangs_or_dies_has_not_graded(kind, problem):
+  settings = ReasoningGym("chain_sum", CHAIN_SUM)
+  settings.__dict__["graders"] = GraderPool(Misbehaving(kind), processes=1, timeout=0.5)
+  with pytest.raises(GraderFailure, match=f"'reasoning_gym/chain_sum'.*{problem}"):
+    run_episode(first_prompt(settings), "<|answer|>1<|end|>", settings)
+  assert run_episode(first_prompt(settings), "no answer<|end|>", settings)[1].reward == 0.0  # nothing to score
+
+
+def test_entries_reach_the_scorer_as_they_were_made():
+  """Some tasks make other entries in every process (they iterate over sets of strings), and many hold tuples."""
+  settings = ReasoningGym("ransom_note", grader_processes=1)
+  prompt = first_prompt(settings)
+  answer = settings.entry(prompt)["answer"]
+  assert run_episode(prompt, f"<|answer|>{answer}<|end|>", settings)[1].reward == 1.0
+
+
+def test_settings_can_be_copied_and_compared_after_use():
+  run_episode(first_prompt(), "<|answer|>1<|end|>")
+  copy = dataclasses.replace(SETTINGS, num_prompts=SETTINGS.num_prompts)
+  assert copy == SETTINGS and "graders" in vars(SETTINGS) and "graders" not in vars(copy)
 
 
 def test_demonstrations_are_episodes_and_wrong_as_often_as_asked():

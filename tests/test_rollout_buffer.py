@@ -17,6 +17,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.rollout.admission import check_identity
 from sao_jax.rollout.evidence import check_completion
 from sao_jax.rollout.failures import BadEvidence
+from sao_jax.rollout.packing import pack
 from sao_jax.rollout.staleness import is_stale, mask_over_age, token_lags
 
 
@@ -103,12 +104,17 @@ def test_mask_keeps_what_is_young_enough():
   fill(buffer, original)
   (used,) = buffer.take(1, 3)
   # prompt(2) sampled(3) observation(2) sampled(2) observation(1); the first two tokens have lag 3.
-  assert used.action_mask.tolist() == [0, 0, 0, 0, 1, 0, 0, 1, 1, 0]
-  assert (np.isfinite(used.behavior_logprobs) == used.action_mask).all()
-  assert used.policy_version.tolist() == [-1, -1, -1, -1, 1, -1, -1, 1, 3, -1]
-  assert used.turn_starts.tolist() == [4, 7]
-  assert used.token_ids is original.token_ids and used.reward == original.reward
-  assert original.action_mask.sum() == 5  # untouched
+  assert used.trained.tolist() == [0, 0, 0, 0, 1, 0, 0, 1, 1, 0] and used.num_trained == 3
+  # They stay what they are, sampled tokens: only the losses leave them out.
+  for name in ("token_ids", "action_mask", "behavior_logprobs", "policy_version", "turn_starts", "reward"):
+    assert getattr(used, name) is getattr(original, name)
+  assert original.loss_mask is None and original.num_trained == 5  # untouched
+  batch = pack([used, make_trajectory(1, version=3)], (32,), (1,))
+  first = batch.segment_ids[0] == 1
+  assert batch.loss_mask[0, first].tolist() == used.trained.tolist()
+  assert batch.action_mask[0, first].tolist() == used.action_mask.tolist()
+  assert batch.rewards[0, first].tolist() == [0] * 8 + [used.reward, 0]
+  assert (batch.loss_mask == batch.action_mask)[0, ~first].all()
   buffer.batch_done(4)
   counters = buffer.admission.counters()
   assert (counters["masked"], counters["trained"]) == (1, 0)
@@ -119,7 +125,9 @@ def test_mask_keeps_what_is_young_enough():
 def test_mask_drops_whole_turns_and_whole_trajectories():
   trajectory = make_trajectory(0, turns=((2, 1), (2, 1)), version=[0, 0, 5, 5])
   masked = mask_over_age(trajectory, 5, 1)
-  assert masked.turn_starts.tolist() == [5] and masked.num_sampled == 2
+  assert (masked.num_trained, masked.num_sampled) == (2, 4) and np.flatnonzero(masked.trained)[0] == masked.turn_starts[
+    1
+  ]
   assert not is_stale(trajectory, 6, 1, "mask") and is_stale(trajectory, 7, 1, "mask")
   assert not is_stale(trajectory, 100, -1, "mask") and mask_over_age(trajectory, 100, -1) is trajectory
   buffer = make_buffer(batch_size=1, max_staleness=1, staleness="mask", version=7)
@@ -150,7 +158,7 @@ def test_the_bound_holds_and_nothing_is_lost(versions, tau, mode):
     assert all(token_lags(trajectory, 9).max() <= tau for trajectory in batch)
     for trajectory in batch:
       kept = [version for version in versions[trajectory.rollout_id] if 9 - version <= tau]
-      assert trajectory.policy_version[trajectory.action_mask].tolist() == kept
+      assert trajectory.policy_version[trajectory.trained].tolist() == kept
     buffer.batch_done(9)
     check_identity(buffer.admission.counters())
   assert taken == usable[: len(taken)]
@@ -228,11 +236,11 @@ def test_unknown_staleness_is_refused():
 def test_snapshot_puts_a_batch_in_training_back_in_front_unmasked():
   buffer = make_buffer(batch_size=2, max_staleness=1, staleness="mask", version=2)
   fill(buffer, *(make_trajectory(i, turns=((2, 0),), version=[0, 2]) for i in range(3)))
-  assert buffer.take(2, 2)[0].num_sampled == 1
+  assert buffer.take(2, 2)[0].num_trained == 1
   state, trajectories = buffer.snapshot()
   restored = make_buffer(batch_size=2, max_staleness=1, staleness="mask")
   restored.restore(state, trajectories)
-  assert ids(trajectories) == [0, 1, 2] and all(trajectory.num_sampled == 2 for trajectory in trajectories)
+  assert ids(trajectories) == [0, 1, 2] and all(trajectory.num_trained == 2 for trajectory in trajectories)
   assert restored.version == 2 and restored.admission.capacity == buffer.admission.capacity == 3
   counters = restored.admission.counters()
   check_identity(counters)

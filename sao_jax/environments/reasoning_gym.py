@@ -3,7 +3,9 @@
     <|bos|><|user|>question<|end|><|assistant|>     prompt
     thinking<|answer|>answer<|end|>                 action, ends the episode (thinking is optional)
 
-What stands behind the last answer token is the answer; an action without one has no answer and earns 0.
+What stands behind the last answer token is the answer; an action without one has no answer and earns 0. Scorers read
+what a policy wrote, so they run in processes that are killed when they take too long. With a tokenizer folder the
+question is a chat instead, see `reasoning_gym_chat`.
 """
 
 from __future__ import annotations
@@ -11,18 +13,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
+from sao_jax.data.chat import ChatRenderer
+from sao_jax.data.hf_tokenizer import HFTokenizer
 from sao_jax.data.prompts import check_split, split_of
-from sao_jax.data.tokenizer import ByteTokenizer
+from sao_jax.data.tokenizer import ByteTokenizer, Tokenizer
 from sao_jax.environments.base import Demonstration, Environment, GraderFailure, Prompt, StepResult
+from sao_jax.environments.reasoning_gym_chat import ReasoningGymChatEpisode, chat_demonstration
 from sao_jax.environments.reasoning_gym_tasks import check_task, create_dataset
 from sao_jax.episode_types import PromptKey
 from sao_jax.errors import ConfigError
+from sao_jax.rewards.grader_pool import GraderPool
 from sao_jax.rewards.scalar import check_reward
 
 MAX_DRAWS = 256  # 0.9 ** 256 = 2e-12: only a task with a handful of questions has none in a split
@@ -36,6 +43,10 @@ class ReasoningGym:
   task_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # min_terms, max_digits, ...
   num_prompts: int = 10_000  # per epoch and split; questions may repeat within it
   demonstration_noise: float = 0.6  # chance that the answer of a demonstration is wrong
+  tokenizer_folder: str = ""  # a Hugging Face folder with tokenizer and chat template; "": the byte tokenizer
+  template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # such as enable_thinking
+  grader_processes: int = 2
+  grader_timeout: float = 10.0  # seconds for one score; a scorer that takes longer has not graded
 
   def __post_init__(self):
     check_task(self.task, self.task_config)
@@ -46,9 +57,21 @@ class ReasoningGym:
         "environment.demonstration_noise", f"{self.demonstration_noise} is no probability.", "Use 0 to 1."
       )
 
+    if self.grader_processes < 1:
+      raise ConfigError("environment.grader_processes", f"{self.grader_processes} grade nothing.", "Use at least 1.")
+    if not 0.0 < self.grader_timeout < math.inf:
+      raise ConfigError(
+        "environment.grader_timeout", f"{self.grader_timeout} s is no time-out.", "Use a number of seconds above 0."
+      )
+
   @property
   def name(self) -> str:
     return f"reasoning_gym/{self.task}"
+
+  @functools.cached_property
+  def graders(self) -> GraderPool:
+    """The processes that score the answers of this task's episodes."""
+    return GraderPool(_Scorer(self), processes=self.grader_processes, timeout=self.grader_timeout)
 
   @functools.cached_property
   def _datasets(self) -> dict[int, Any]:
@@ -68,17 +91,23 @@ class ReasoningGym:
     """The task's own entry (question, answer, metadata) of a prompt."""
     return self.dataset(prompt.data["seed"])[prompt.data["index"]]
 
-  def tokenizer(self) -> ByteTokenizer:
-    return ByteTokenizer()
+  @functools.cached_property
+  def _renderer(self) -> ChatRenderer:
+    return ChatRenderer(HFTokenizer(self.tokenizer_folder), options=self.template_options)
 
-  def make(self, tokenizer: ByteTokenizer) -> ReasoningGymEpisode:
+  def tokenizer(self) -> Tokenizer:
+    return self._renderer.tokenizer if self.tokenizer_folder else ByteTokenizer()
+
+  def make(self, tokenizer: Tokenizer) -> Environment:
+    if self.tokenizer_folder:
+      return ReasoningGymChatEpisode(self, self._renderer)
     return ReasoningGymEpisode(self, tokenizer)
 
-  def prompts(self, tokenizer: ByteTokenizer, split: str, seed: int) -> ReasoningGymPrompts:
+  def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> ReasoningGymPrompts:
     self.dataset(dataset_seed(seed, 0))  # so that a setting that cannot work is refused now
     return ReasoningGymPrompts(self, check_split(split), seed)
 
-  def demonstration(self, prompt: Prompt, tokenizer: ByteTokenizer, rng: np.random.Generator) -> Demonstration:
+  def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
     """The task's answer; with probability `demonstration_noise` one of its characters is wrong.
 
     Raises:
@@ -92,12 +121,14 @@ class ReasoningGym:
       )
     if rng.random() < self.demonstration_noise:
       answer = corrupt(answer, rng)
+    reward = score(self.dataset(prompt.data["seed"]), entry, answer, self.name)
+    if self.tokenizer_folder:
+      return chat_demonstration(self._renderer, entry["question"], answer, reward)
     question = encode_question(tokenizer, entry["question"])
     action = np.concatenate(
       [[tokenizer.answer_id], tokenizer.encode(answer), [tokenizer.end_id]], dtype=np.int32, casting="same_kind"
     )
     mask = np.concatenate([np.zeros(len(question), dtype=bool), np.ones(len(action), dtype=bool)])
-    reward = score(self.dataset(prompt.data["seed"]), entry, answer, self.name)
     return Demonstration(np.concatenate([question, action]), mask, reward)
 
 
@@ -127,21 +158,37 @@ class ReasoningGymPrompts(Sequence[Prompt]):
     )
 
 
+class _Scorer:
+  """`score` for a worker process; entries come from the parent, for some depend on the process that made them."""
+
+  def __init__(self, settings: ReasoningGym):
+    self._settings = dataclasses.replace(settings)  # without what has been computed
+
+  def __setstate__(self, state: dict[str, Any]) -> None:
+    self.__dict__.update(state)
+    self._settings.dataset(0)  # imports the package now, not in the time of the first answer
+
+  def __call__(self, seed: int, entry: dict[str, Any], answer: str) -> float:
+    return score(self._settings.dataset(seed), entry, answer, self._settings.name)
+
+
 class ReasoningGymEpisode(Environment):
-  """One question, one answer. Questions are made and answers are scored in the executor: both may take a while."""
+  """One question, one answer. Questions are made in a thread, answers are scored in another process."""
 
   def __init__(self, settings: ReasoningGym, tokenizer: ByteTokenizer):
     self.name, self.stop_ids = settings.name, (tokenizer.end_id,)
     self._settings, self._tokenizer = settings, tokenizer
 
   async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
-    self._dataset = self._settings.dataset(prompt.data["seed"])
+    self._seed = prompt.data["seed"]
     self._entry = await asyncio.to_thread(self._settings.entry, prompt)
     return encode_question(self._tokenizer, self._entry["question"])
 
   async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
     answer = self._read(action_ids)
-    reward = await asyncio.to_thread(score, self._dataset, self._entry, answer, self.name)
+    reward = 0.0
+    if answer is not None:
+      reward = await self._settings.graders.grade(self.name, self._seed, self._entry, answer)
     return StepResult(np.zeros(0, dtype=np.int32), True, reward, {"answered": float(answer is not None)})
 
   def _read(self, action_ids: Int[np.ndarray, "n"]) -> str | None:
@@ -165,8 +212,8 @@ def encode_question(tokenizer: ByteTokenizer, question: str) -> Int[np.ndarray, 
   return np.concatenate([before, tokenizer.encode(question), after])
 
 
-def score(dataset: Any, entry: dict[str, Any], answer: str | None, environment: str) -> float:
-  """The task's own score of the answer; no answer earns 0.
+def score(dataset: Any, entry: dict[str, Any], answer: str, environment: str) -> float:
+  """The task's own score of the answer.
 
   A scorer that fails on the answer (no finite number included) but grades the entry's own answer was broken by
   the agent, which earns 0.
@@ -174,8 +221,6 @@ def score(dataset: Any, entry: dict[str, Any], answer: str | None, environment: 
   Raises:
     GraderFailure: when the scorer cannot grade even the entry's own answer, or returns no finite number.
   """
-  if answer is None:
-    return 0.0
   try:
     return check_reward(dataset.score_answer(answer, entry), environment)
   except Exception as error:

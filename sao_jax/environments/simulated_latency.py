@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from sao_jax.data.tokenizer import ByteTokenizer
+from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.environments.base import Demonstration, Environment, EnvironmentSpec, Prompt, StepResult
 from sao_jax.episode_types import PromptKey, Status
 from sao_jax.errors import ConfigError
@@ -39,16 +39,16 @@ class SimulatedLatency:
   def name(self) -> str:
     return self.inner.name
 
-  def tokenizer(self) -> ByteTokenizer:
+  def tokenizer(self) -> Tokenizer:
     return self.inner.tokenizer()
 
-  def make(self, tokenizer: ByteTokenizer) -> SimulatedLatencyEpisode:
+  def make(self, tokenizer: Tokenizer) -> SimulatedLatencyEpisode:
     return SimulatedLatencyEpisode(self, self.inner.make(tokenizer))
 
-  def prompts(self, tokenizer: ByteTokenizer, split: str, seed: int) -> Sequence[Prompt]:
+  def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
     return self.inner.prompts(tokenizer, split, seed)
 
-  def demonstration(self, prompt: Prompt, tokenizer: ByteTokenizer, rng: np.random.Generator) -> Demonstration:
+  def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
     """The inner environment's, where it has an expert."""
     return self.inner.demonstration(prompt, tokenizer, rng)
 

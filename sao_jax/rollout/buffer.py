@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -132,9 +133,11 @@ class TrajectoryBuffer:
         raise TimeoutError(
           f"{len(self._queue)} of {batch_size} trajectories after {timeout} s: {self.admission.counters()}"
         )
-      original = sorted((self._queue.popleft() for _ in range(batch_size)), key=lambda t: t.rollout_id)
+      original = sorted(itertools.islice(self._queue, batch_size), key=lambda t: t.rollout_id)
       used = [self._mask(trajectory, version) for trajectory in original]
-      self._check_lags(used, version)
+      self._check_lags(used, version)  # before anything moves
+      for _ in range(batch_size):
+        self._queue.popleft()
       self.admission.move(Place.BUFFERED, Place.IN_TRAINING, batch_size)
       self._training.append(_Batch(original, used, version))
     return self._make_batch(used)  # not under the lock: the rollout side goes on

@@ -16,7 +16,7 @@ class Outcome(enum.Enum):
   """What became of a rollout."""
 
   TRAINED = "trained"
-  MASKED = "masked"  # trained, its over-age tokens masked out
+  MASKED = "masked"  # handed to the train step, but some of its tokens (over age), or all (cut), left out of the losses
   FILTERED = "filtered"  # its evidence (ids, log-probs, versions, reward) was bad
   FAILED_INFRASTRUCTURE = "failed_infrastructure"  # sandbox, server, grader, time-out
   FAILED_ENVIRONMENT = "failed_environment"  # the environment broke its contract or raised something unknown

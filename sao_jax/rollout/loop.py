@@ -47,6 +47,7 @@ from sao_jax.types import Trajectory
 log = logging.getLogger(__name__)
 
 HEARTBEAT = 0.05  # seconds between two looks of the event loop at the clock
+SETTLE_POLL = 0.5  # seconds between two looks at errors while the trainer waits for calm
 
 
 class _Snapshot(NamedTuple):
@@ -180,9 +181,14 @@ class RolloutLoop:
     idle = lambda: (
       not self._admission.count(Place.IN_FLIGHT) and (self._admission.capacity < 1 or self._intake.exhausted)
     )
-    if not self.buffer.wait_for(lambda: self.error is not None or idle(), timeout):
-      raise TimeoutError(f"rollouts are under way after {timeout} s: {self._admission.counters()}")
+    began = time.monotonic()
+    while not self.buffer.wait_for(lambda: self.error is not None or idle(), timeout or SETTLE_POLL):
+      if timeout is not None:
+        raise TimeoutError(f"rollouts are under way after {timeout} s: {self._admission.counters()}")
+      self.check()
     self.check()
+    with self._admission.lock:
+      self.buffer.statistics.add("trainer_wait_seconds", time.monotonic() - began)
     self.buffer.sort()
     self._settled = len(self.buffer)
 

@@ -103,7 +103,7 @@ class EpisodeRunner:
       raise
     except OSError as error:
       raise InfrastructureFailure(name, f"it could not be made: {type(error).__name__}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
       raise UnexpectedFailure(name, f"it could not be made: {type(error).__name__}: {error}") from error
 
   async def _close(self, environment: Environment) -> None:

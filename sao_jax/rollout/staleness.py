@@ -15,12 +15,12 @@ from sao_jax.types import Trajectory
 
 
 def token_lags(trajectory: Trajectory, version: int) -> Int[np.ndarray, " n"]:
-  """Lag of every sampled token when the step that updates `version` trains on it.
+  """Lag of every token that the step which updates `version` trains on.
 
   Raises:
     RuntimeError: for a token from a version that does not exist yet.
   """
-  lags = version - trajectory.policy_version[trajectory.action_mask]
+  lags = version - trajectory.policy_version[trajectory.trained]
   if len(lags) and lags.min() < 0:
     raise RuntimeError(
       f"rollout {trajectory.rollout_id} has tokens of version {version - lags.min()}, trained at {version}"
@@ -41,21 +41,19 @@ def is_stale(trajectory: Trajectory, version: int, max_staleness: int, staleness
 
 
 def mask_over_age(trajectory: Trajectory, version: int, max_staleness: int) -> Trajectory:
-  """Turns over-age sampled tokens into context, and keeps the rest trainable.
+  """Takes over-age sampled tokens out of the losses, and out of nothing else.
 
-  Versions never decrease along a trajectory, so these are its first tokens and the last sampled one stays. They become
-  what observations are: mask False, log-prob NaN, version -1; a turn starts at its first token that is left.
+  They stay sampled tokens: they count for n, hence for λ, and the advantages of the others run over them. Versions
+  never decrease along a trajectory, so these are its first tokens.
   """
   over_age = trajectory.action_mask & (version - trajectory.policy_version > max_staleness)
   if max_staleness < 0 or not over_age.any():
     return trajectory
-  mask = trajectory.action_mask & ~over_age
-  ends = np.append(trajectory.turn_starts[1:], len(trajectory))
-  left = [start + np.flatnonzero(mask[start:end]) for start, end in zip(trajectory.turn_starts, ends)]
-  return dataclasses.replace(
-    trajectory,
-    action_mask=mask,
-    behavior_logprobs=np.where(over_age, np.float32(np.nan), trajectory.behavior_logprobs),
-    policy_version=np.where(over_age, np.int32(-1), trajectory.policy_version),
-    turn_starts=np.asarray([turn[0] for turn in left if len(turn)], dtype=np.int32),
-  )
+  return dataclasses.replace(trajectory, loss_mask=trajectory.trained & ~over_age)
+
+
+def mask_truncated(trajectory: Trajectory) -> Trajectory:
+  """Takes a trajectory that was cut before its end out of the losses (`algorithm.truncation="mask"`)."""
+  if not trajectory.status.truncated:
+    return trajectory
+  return dataclasses.replace(trajectory, loss_mask=np.zeros(len(trajectory), dtype=np.bool_))

@@ -63,10 +63,10 @@ class RolloutStatistics:
     self._dropped_lengths[length_bucket(trajectory.num_sampled)] += 1
 
   def used(self, trajectory: Trajectory, version: int, masked_tokens: int) -> None:
-    """The step that updates `version` trained on a trajectory, `masked_tokens` sampled ones left out for their age."""
+    """The step that updates `version` trained on a trajectory, `masked_tokens` of its sampled ones left out."""
     self.add("used")
     self.add("used_latency", trajectory.info.get("latency", 0.0))
-    self.add("used_tokens", trajectory.num_sampled)
+    self.add("used_tokens", trajectory.num_trained)
     self.add("masked_tokens", masked_tokens)
     lags, counts = np.unique(token_lags(trajectory, version), return_counts=True)
     self._token_lags.update(dict(zip(lags.tolist(), counts.tolist())))

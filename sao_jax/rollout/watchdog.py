@@ -56,10 +56,11 @@ class Progress:
     return self._clock() - self._last
 
 
-def describe_tasks(tasks: Iterable[asyncio.Task], limit: int = 8) -> str:
+def describe_tasks(tasks: Iterable[asyncio.Task], limit: int = 20) -> str:
   """Where tasks are suspended, one line each: the task's name, then its awaits from the outermost to the innermost."""
+  tasks = sorted(tasks, key=lambda task: task.get_name())  # the call that a rollout waits for comes behind it
   lines = []
-  for task in list(tasks)[:limit]:
+  for task in tasks[:limit]:
     places, awaited = [], task.get_coro()
     while awaited is not None:
       frame = getattr(awaited, "cr_frame", None)
@@ -67,6 +68,8 @@ def describe_tasks(tasks: Iterable[asyncio.Task], limit: int = 8) -> str:
         places.append(f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
       awaited = getattr(awaited, "cr_await", None)
     lines.append(f"  {task.get_name()}: {' > '.join(places)}")
+  if len(tasks) > limit:
+    lines.append(f"  and {len(tasks) - limit} more")
   return "\n".join(lines)
 
 

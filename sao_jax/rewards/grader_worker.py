@@ -1,0 +1,82 @@
+"""One worker process of a `GraderPool`: a script that reads requests, grades, and answers, until its parent has gone.
+
+Requests are pickled by the parent and framed by their length. Answers are lines of JSON, since the text of a policy has
+gone through whatever makes them: the parent never unpickles one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import signal
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+LENGTH = struct.Struct("<Q")
+NICENESS = 5  # the parent's event loop and the sampler go first
+GRACE = 1.0  # seconds after the time-out, when the kernel ends a worker that nobody has killed
+MAX_PROBLEM = 500  # characters
+
+
+def main() -> None:
+  """Serves the parent at the other ends of standard input and output."""
+  requests, replies = _private_streams()
+  os.nice(NICENESS)
+  waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+  threading.Thread(target=_read, args=(requests, waiting), daemon=True).start()
+  sys.path[:], timeout, pickled = pickle.loads(waiting.get())
+  grader, problem = _attempt(pickle.loads, pickled)
+  _answer(replies, None, problem)
+  while grader is not None:
+    environment, arguments = pickle.loads(waiting.get())
+    # So that one that spins without ever freeing the interpreter's lock does not outlive a killed parent.
+    signal.setitimer(signal.ITIMER_REAL, timeout + GRACE)
+    reward, problem = _attempt(_grade, grader, environment, arguments)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    _answer(replies, reward, problem)
+
+
+def _private_streams() -> tuple[BinaryIO, BinaryIO]:
+  """The parent's pipes; a grader that prints or reads finds nothing there."""
+  streams = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+  nothing = os.open(os.devnull, os.O_RDWR)
+  os.dup2(nothing, 0)
+  os.dup2(nothing, 1)
+  return streams
+
+
+def _read(requests: BinaryIO, waiting: queue.SimpleQueue[bytes]) -> None:
+  while len(header := requests.read(LENGTH.size)) == LENGTH.size:
+    waiting.put(requests.read(*LENGTH.unpack(header)))
+  os._exit(0)  # the parent has gone, whatever the grader is doing
+
+
+def _grade(grader: Callable[..., Any], environment: str, arguments: tuple[Any, ...]) -> float:
+  from sao_jax.rewards.scalar import check_reward  # the path to it comes from the parent
+
+  return check_reward(grader(*arguments), environment)
+
+
+def _attempt(call: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+  """Returns (result, None) or (None, what went wrong)."""
+  try:
+    return call(*arguments), None
+  except BaseException as error:  # a grader may do anything, leave the interpreter too
+    known = getattr(error, "problem", None)  # of a GraderFailure
+    problem = known if isinstance(known, str) else "".join(traceback.format_exception_only(error)).strip()
+    return None, problem[:MAX_PROBLEM]
+
+
+def _answer(replies: BinaryIO, reward: float | None, problem: str | None) -> None:
+  replies.write(json.dumps([reward, problem]).encode("ascii") + b"\n")
+  replies.flush()
+
+
+if __name__ == "__main__":
+  main()

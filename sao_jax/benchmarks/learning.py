@@ -86,6 +86,7 @@ def full_batch(scale: Scale, vocab_size: int) -> TrajectoryBatch:
   return TrajectoryBatch(
     token_ids=rng.integers(0, vocab_size, shape).astype(np.int32),
     segment_ids=np.ones(shape, np.int32),
+    trajectory_ids=np.ones(shape, np.int32),
     positions=positions,
     action_mask=sampled,
     loss_mask=sampled,

@@ -22,7 +22,7 @@ class LoopScale:
   """What the loop's benchmark runs.
 
   Attributes:
-    mean_latency: seconds of an episode; long against the host's work for it (about 1 ms), short enough to wait for.
+    mean_latency: seconds of an episode; long against the host's work for it, which is below 1 ms.
     steps: train steps of every run.
     batch_size: trajectories per step.
     sigmas: of the logarithm of the latency.
@@ -136,8 +136,8 @@ FULL = Scale(
   rounds=5,
   run=calculator_run(imitation_steps=150, train_steps=20),
   loop=LoopScale(
-    mean_latency=0.1,
-    steps=50,
+    mean_latency=0.15,
+    steps=36,
     batch_size=16,
     sigmas=(0.5, 1.0, 1.5),
     train_times=(0.25, 1.0, 2.0),

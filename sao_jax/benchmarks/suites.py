@@ -1,4 +1,4 @@
-"""All measurements by name, and how their results are shown."""
+"""All measurements by name, and the machine that they are of."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 
 from sao_jax.benchmarks.generation import batching, sampler
 from sao_jax.benchmarks.learning import experts, train_step
+from sao_jax.benchmarks.loop_comparison import loop
 from sao_jax.benchmarks.recompilation import recompilation
 from sao_jax.benchmarks.scale import Scale
 
@@ -19,11 +20,12 @@ SUITES: dict[str, Callable[[Scale], dict[str, Any]]] = {
   "train_step": train_step,
   "experts": experts,
   "recompilation": recompilation,
+  "loop": loop,
 }
 
 
 def machine() -> dict[str, Any]:
-  """Where the figures come from; all of them but those of the loop use the first device alone."""
+  """Where the figures come from."""
   device = jax.local_devices()[0]
   return {
     "platform": device.platform,
@@ -32,11 +34,3 @@ def machine() -> dict[str, Any]:
     "cpus": os.cpu_count(),
     "jax": jax.__version__,
   }
-
-
-def flatten(results: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-  """{"dense": {"rate": 1}} -> {"dense/rate": 1}, for a table."""
-  flat: dict[str, Any] = {}
-  for key, value in results.items():
-    flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
-  return flat

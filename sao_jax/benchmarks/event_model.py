@@ -1,0 +1,145 @@
+"""A discrete-event model of the loop: what a scheduler without any overhead reaches with the same episodes.
+
+A trainer needs `train_seconds` for `batch_size` trajectories, taken in the order in which they finished. An episode
+starts as soon as a slot is free and in flight + buffered + in training < (eta + 1) * batch_size. It counts as sampled
+by the version at its start. With eta = 0 this is the synchronous loop. Beyond tau versions a trajectory is dropped, and
+its capacity given back, as is that of an episode that fails.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopSettings:
+  """One point of the comparison.
+
+  Attributes:
+    slots: episodes at the same time, at most.
+    admission_staleness: eta, in train steps.
+    max_staleness: tau, in versions; -1 for no bound.
+    train_seconds: duration of a train step.
+    batch_size: trajectories per train step.
+    steps: train steps.
+    timeout: seconds after which an episode fails.
+  """
+
+  slots: int
+  admission_staleness: int
+  max_staleness: int
+  train_seconds: float
+  batch_size: int
+  steps: int
+  timeout: float = 3600.0
+
+
+class Episode(NamedTuple):
+  """How long an episode occupies its slot, and whether it leaves nothing to train on."""
+
+  seconds: float
+  failed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopRecord:
+  """What happened, from the start of the first episode to the end of the last train step.
+
+  Attributes:
+    settings: of the run.
+    wall_seconds: its duration.
+    busy_slot_seconds: summed over slots.
+    lags: of every trajectory trained on, in versions.
+    generated: episodes that ended with a trajectory; `dropped` of them were over age.
+    dropped: see `generated`.
+    failed: episodes that ended without a trajectory.
+    generated_latency: mean seconds of the generated trajectories' episodes.
+    used_latency: mean seconds of the episodes trained on.
+  """
+
+  settings: LoopSettings
+  wall_seconds: float
+  busy_slot_seconds: float
+  lags: Int[np.ndarray, " n"]
+  generated: int
+  dropped: int
+  failed: int
+  generated_latency: float
+  used_latency: float
+
+  def figures(self) -> dict[str, float]:
+    """The figures to compare; whatever the trainer does but train counts as idle."""
+    settings = self.settings
+    return {
+      "wall_seconds": self.wall_seconds,
+      "trained_per_second": len(self.lags) / self.wall_seconds,
+      "trainer_idle": 1.0 - settings.steps * settings.train_seconds / self.wall_seconds,
+      "slots_busy": self.busy_slot_seconds / (settings.slots * self.wall_seconds),
+      "lag_mean": float(np.mean(self.lags)),
+      "lag_p95": float(np.percentile(self.lags, 95)),
+      "lag_max": float(np.max(self.lags)),
+      "drop_rate": self.dropped / self.generated,
+      "used_over_generated_latency": self.used_latency / self.generated_latency,
+    }
+
+
+def simulate(settings: LoopSettings, episodes: Iterator[Episode]) -> LoopRecord:
+  """Plays a run through.
+
+  Args:
+    settings: of the run.
+    episodes: in the order of their starts; endless draws, or the very episodes that a real run had.
+  """
+  limit = (settings.admission_staleness + 1) * settings.batch_size
+  now, busy, version, running, in_training, failed = 0.0, 0.0, 0, 0, 0, 0
+  ends: list[tuple[float, int, int, Episode]] = []  # (time, number, version at the start, episode), a heap
+  step_ends = float("inf")
+  buffer: collections.deque[tuple[int, Episode]] = collections.deque()
+  generated, used, lags, dropped, started = [], [], [], 0, 0
+  while version < settings.steps:
+    if settings.max_staleness >= 0:
+      fresh = [item for item in buffer if version - item[0] <= settings.max_staleness]
+      dropped += len(buffer) - len(fresh)
+      buffer = collections.deque(fresh)
+    if not in_training and len(buffer) >= settings.batch_size:
+      taken = [buffer.popleft() for _ in range(settings.batch_size)]
+      lags += [version - start for start, _ in taken]
+      used += [episode.seconds for _, episode in taken]
+      in_training, step_ends = settings.batch_size, now + settings.train_seconds
+    while running < settings.slots and running + len(buffer) + in_training < limit:
+      episode = next(episodes)
+      if episode.seconds > settings.timeout:
+        episode = Episode(settings.timeout, failed=True)
+      heapq.heappush(ends, (now + episode.seconds, started, version, episode))
+      started, running = started + 1, running + 1
+
+    then = min(step_ends, ends[0][0] if ends else step_ends)
+    busy, now = busy + running * (then - now), then
+    if ends and ends[0][0] <= step_ends:
+      _, _, start, episode = heapq.heappop(ends)
+      running -= 1
+      if episode.failed:
+        failed += 1
+      else:
+        generated.append(episode.seconds)
+        buffer.append((start, episode))
+    else:
+      version, in_training, step_ends = version + 1, 0, float("inf")
+  return LoopRecord(
+    settings=settings,
+    wall_seconds=now,
+    busy_slot_seconds=busy,
+    lags=np.asarray(lags, dtype=np.int64),
+    generated=len(generated),
+    dropped=dropped,
+    failed=failed,
+    generated_latency=float(np.mean(generated)),
+    used_latency=float(np.mean(used)),
+  )

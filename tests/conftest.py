@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices, one compilation cache for the session, a quiet hypothesis profile."""
+"""Eight simulated CPU devices, one compilation cache, a quiet hypothesis profile, annotations that are checked."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
+import annotation_checks  # noqa: E402
 import hypothesis  # noqa: E402
 
 hypothesis.settings.register_profile(
@@ -26,3 +27,5 @@ hypothesis.settings.register_profile(
   suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("sao")
+
+annotation_checks.install()

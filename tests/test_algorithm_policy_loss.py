@@ -155,7 +155,7 @@ def test_given_denominator_makes_parts_add_up():
   advantages, mask = rng.normal(size=(4, 6)).astype(np.float32), rng.random((4, 6)) < 0.6
   loss = functools.partial(dis_policy_loss, **REASONING)
   whole, _ = loss(logprobs, behavior, advantages, mask)
-  parts = [loss(logprobs[i], behavior[i], advantages[i], mask[i], denominator=mask.sum())[0] for i in range(4)]
+  parts = [loss(logprobs[i], behavior[i], advantages[i], mask[i], denominator=int(mask.sum()))[0] for i in range(4)]
   np.testing.assert_allclose(sum(parts), whole, rtol=1e-6)
 
 
@@ -206,7 +206,9 @@ def test_ratio_audit_of_top_p():
   """p = [.5, .3, .15, .05], top-p .8: μ = -.4700 over the kept set, ratio .8 at zero lag."""
   behavior = np.float32(math.log(0.5 / 0.8))
   np.testing.assert_allclose(behavior, -0.47, atol=1e-4)
-  np.testing.assert_allclose(np.exp(log_ratios(math.log(0.5), behavior, jnp.array(True))), 0.8, atol=1e-6)
+  np.testing.assert_allclose(
+    np.exp(log_ratios(jnp.log(jnp.float32(0.5)), jnp.asarray(behavior), jnp.array(True))), 0.8, atol=1e-6
+  )
 
 
 def test_ratios_are_formed_in_fp32():

@@ -141,7 +141,8 @@ def test_truncation_switch(truncation):
     rewards = np.asarray(batch.rewards)[row, : len(t.token_ids)]
     advantages.extend(toy.gae_loop(rewards, values, t.action_mask, lam=lam, bootstrap=end)[0][t.action_mask])
     errors.extend((values[t.action_mask] - (t.reward + end)) ** 2)
-  assert metrics["num_sampled_tokens"] == len(advantages)
+  assert metrics["num_trained_tokens"] == len(advantages)
+  assert metrics["num_sampled_tokens"] == sum(t.action_mask.sum() for t in cut)
   assert metrics["num_truncated"] == 2
   assert metrics["num_untrained"] == (2 if truncation == "mask" else 0)
   np.testing.assert_allclose(metrics["advantage_mean"], np.mean(advantages), rtol=1e-4, atol=1e-6)
@@ -185,6 +186,12 @@ def test_hl_gauss_head_trains():
   assert losses[-1] < losses[0]
   assert 0 <= metrics["explained_variance"] <= 1
   assert metrics["value_loss_last"] < metrics["value_loss_first"]
+  assert metrics["value_targets_clipped"] == 0
+  outside = [dataclasses.replace(t, reward=1.5 if i == 2 else t.reward) for i, t in enumerate(TOYS)]
+  _, metrics = run(config, [[t] for t in outside], state=state)
+  share = outside[2].action_mask.sum() / sum(t.action_mask.sum() for t in outside)
+  np.testing.assert_allclose(metrics["value_targets_clipped"], share, rtol=1e-6)
+  assert run(rows=[[t] for t in outside])[1]["value_targets_clipped"] == 0  # a scalar has no range
 
 
 def test_the_state_is_donated_and_the_step_compiles_once():

@@ -87,6 +87,12 @@ def test_hl_gauss_loss_is_least_at_the_target():
   assert loss < head.loss(jnp.log(head.target_probabilities(target + 0.1) + 1e-30), target, mask)[0]
 
 
+def test_returns_outside_the_range_are_counted():
+  targets = jnp.array([-0.1, 0.0, 0.4, 1.0, 1.5, jnp.nan], jnp.float32)
+  assert HLGaussHead(11, 0.0, 1.0).clips(targets).tolist() == [True, False, False, False, True, False]
+  assert not ScalarHead().clips(targets).any()
+
+
 def test_make_value_head():
   assert make_value_head(AlgorithmConfig()) == ScalarHead()
   assert make_value_head(AlgorithmConfig(value_clip=0.2)) == ScalarHead(0.2)

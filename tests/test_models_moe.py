@@ -14,6 +14,7 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 
 from sao_jax.errors import ConfigError
+from sao_jax.models import grouped_matmul as grouped_matmul_module
 from sao_jax.models.grouped_map import grouped_map
 from sao_jax.models.grouped_matmul import choose_implementation, grouped_matmul, megablox_matmul
 from sao_jax.models.linear import feed_forward
@@ -64,13 +65,19 @@ def test_grouped_matmul_equals_the_loop(implementation, group_sizes):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_megablox_kernel_equals_the_loop():
-  """The TPU kernel, interpreted: rows are padded to its tile, rows of nobody are undefined and masked by the caller."""
-  lhs, rhs, out_grad = operands(0, inner=128, width=128)
+@pytest.mark.parametrize(("inner", "width"), [(128, 256), (320, 192)])
+def test_megablox_kernel_equals_the_loop(monkeypatch, inner, width):
+  """The TPU kernel, interpreted: rows are padded to its tile, rows of nobody are undefined and masked by the caller.
+
+  Its gradient swaps the two widths but not their tiles, so each is tiled as the other one too, also where a tile is
+  larger than the width or does not divide it.
+  """
+  monkeypatch.setattr(grouped_matmul_module, "MEGABLOX_TILE", (128, 256, 256))
+  lhs, rhs, out_grad = operands(0, inner=inner, width=width)
   group_sizes = np.array([7, 0, 20, 13], np.int32)
   out, vjp = jax.vjp(lambda a, b: megablox_matmul(a, b, group_sizes, interpret=True), lhs, rhs)
   for a, b in zip((out, *vjp(jnp.asarray(out_grad))), loop(lhs, rhs, group_sizes, out_grad)):
-    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
 def test_grouped_map_of_a_nonlinear_function():

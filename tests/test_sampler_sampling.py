@@ -121,8 +121,10 @@ def test_weight_zero_is_never_drawn_however_the_sum_is_rounded(monkeypatch, nois
   rounded = exact * (1 + noise * rng.uniform(-1, 1, exact.shape))
   rounded[:, -1] = exact[:, -1] * (1 - noise)
   monkeypatch.setattr(sampling.jnp, "cumsum", lambda x, axis: jnp.asarray(rounded, jnp.float32))
-  for uniform in (0.0, 0.5, 1 - 2**-24):
-    index = np.asarray(sampling._first_above(jnp.asarray(weights), jnp.full((200,), uniform, jnp.float32)))
+  # The extremes, and everywhere the edge between two tokens, with any number of impossible ones in between.
+  edges = (exact / exact[:, -1:]).clip(0, 1 - 2**-24).astype(np.float32)
+  for uniform in (np.zeros(200, np.float32), edges[:, -1], *edges.T):
+    index = np.asarray(sampling._first_above(jnp.asarray(weights), jnp.asarray(uniform)))
     assert np.all(weights[np.arange(200), index] > 0)
 
 

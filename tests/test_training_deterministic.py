@@ -128,7 +128,13 @@ def start(workdir, latency_seed):
   """Starts the kind of run that the directory is named after."""
   kind = workdir.name.removesuffix("_expected")
   command = [sys.executable, TESTS / "killed_run.py", workdir, str(KILLED_STEPS), str(latency_seed), kind]
-  return subprocess.Popen(command, cwd=TESTS, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+  with log_of(workdir).open("ab") as log:  # not a pipe, which would fill up
+    return subprocess.Popen(command, cwd=TESTS, stdout=log, stderr=log)
+
+
+def log_of(workdir):
+  """What all processes of a run have printed."""
+  return workdir.with_suffix(".log")
 
 
 def wait_until(condition, process):
@@ -157,13 +163,13 @@ def kill_again_and_again(workdir, seed):
     else:
       time.sleep(rng.uniform(0.0, 0.05))
     hits += saving()
-    assert process.poll() is None, process.stderr.read().decode()
+    assert process.poll() is None, log_of(workdir).read_text()
     if kill:
       process.send_signal(signal.SIGKILL)
-      process.communicate()
+      process.wait()
     else:  # a notice of preemption: there are seconds left to save
       process.send_signal(signal.SIGTERM)
-      assert process.wait(GRACE) == 0, process.stderr.read().decode()
+      assert process.wait(GRACE) == 0, log_of(workdir).read_text()
   return hits, start(workdir, latency_seed=0)
 
 
@@ -175,8 +181,9 @@ def test_runs_killed_at_twenty_random_points_are_the_uninterrupted_ones(tmp_path
     killed = threads.map(kill_again_and_again, [tmp_path / kind for kind in kinds], [1, 2])
   hits, processes = zip(*killed)
   assert sum(hits) >= 5
-  for process in (*uninterrupted, *processes):
-    assert process.wait(DEADLINE) == 0, process.stderr.read().decode()
+  for kind, *both in zip(kinds, uninterrupted, processes):
+    for process in both:
+      assert process.wait(DEADLINE) == 0, log_of(tmp_path / kind).read_text()
   learner = setup.make_learner(killed_run.get_config(KILLED_STEPS, 0))
   restored = {}
   for kind in kinds:

@@ -49,7 +49,7 @@ def readable(
 
 def stretched_attention(
   q: Float[Array, "R T H h"],
-  stretches: list[tuple[Float[Array, "R K h C"], Float[Array, "R K C v"], Bool[Array, "*R *T C"]]],
+  stretches: list[tuple[Float[Array, "R K h _"], Float[Array, "R K _ v"], Bool[Array, "_ _ _"]]],
   scale: float | None = None,
 ) -> Float[Array, "R T H v"]:
   """`grouped_attention` of `models.attention` with one softmax over several stretches of (keys, values, mask).

@@ -22,6 +22,7 @@ from sao_jax.training.checkpoint import Checkpointer
 from sao_jax.training.compilation import CompiledSteps
 from sao_jax.training.episodes import check_prompts, record_episode
 from sao_jax.training.evaluation import Evaluation
+from sao_jax.training.heap import settled_heap
 from sao_jax.training.interrupt import Interrupt, Interrupted
 from sao_jax.training.metrics import DelayedFetch, MetricsWriter, evaluated_versions
 from sao_jax.training.pinned_evaluation import PinnedEvaluation
@@ -118,6 +119,7 @@ class _Run:
         config, published, seed=phases.sampler_seed(config, phase.name), version=version, warm_up=True
       ) as service,
       PinnedEvaluation(config, self.interrupt) as pinned,
+      settled_heap(),
     ):
       if config.training.audit:
         self.audit(service, state)

@@ -112,7 +112,8 @@ def test_equals_the_numpy_transformer(name):
   assert logits.dtype == jnp.float32 and logits.shape == (2, 6, config.vocab_size)
   for row in range(2):
     expected = numpy_logits(params, config, IDS[row], POSITIONS[row], SEGMENTS[row])
-    np.testing.assert_allclose(logits[row], expected, rtol=2e-4, atol=2e-4)
+    real = SEGMENTS[row] > 0  # what padding reads of padding is nobody's business
+    np.testing.assert_allclose(logits[row][real], expected[real], rtol=2e-4, atol=2e-4)
 
 
 def test_declared_tree():

@@ -162,6 +162,7 @@ def test_a_token_budget_over_interruptions_is_exact(budget, interrupted_every):
     FakePrompts(1),
     batch_size=1,
     context_length=10**5,
+    row_lengths=(10**5,),
     max_tokens=budget,
     max_tokens_per_turn=interrupted_every,
     max_turns=10**6,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from sao_jax.training import setup
 
 
 def sampler(scale: Scale) -> dict[str, Any]:
-  """Sampled tokens per second with all slots busy, prefill and host work included, as a share of the GEMM limit."""
+  """Sampled tokens per second with so many slots busy, prefill and host work included, as a share of the GEMM limit."""
   return {"dense": _sampler(scale, scale.dense), "moe": _sampler(scale, scale.moe)}
 
 
@@ -34,13 +33,12 @@ def _sampler(scale: Scale, config: ModelConfig) -> dict[str, Any]:
   gemm, gemm_flops = make_gemm(scale.gemm_size)
   lengths = [(scale.prompt_length, scale.answer_length)]
   context = scale.prompt_length + scale.answer_length
-  alternatives = {"gemm": gemm}
-  with contextlib.ExitStack() as services:
-    for slots in scale.slots:
-      requests = make_requests(lengths * slots, config.vocab_size)
-      service = services.enter_context(make_service(config, slots, context))
-      alternatives[str(slots)] = functools.partial(generate, service, requests)
-    seconds = interleave(alternatives, scale.rounds)
+  with make_service(config, max(scale.slots), context) as service:
+    busy = {
+      str(slots): functools.partial(generate, service, make_requests(lengths * slots, config.vocab_size))
+      for slots in scale.slots
+    }
+    seconds = interleave({"gemm": gemm} | busy, scale.rounds)
   flops = decode_flops(config)
   result = {}
   for slots in scale.slots:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from sao_jax.algorithm.train_step import make_train_step
 from sao_jax.benchmarks import peers
 from sao_jax.benchmarks.flops import train_flops
 from sao_jax.benchmarks.scale import Scale
@@ -49,15 +48,7 @@ class Trainer:
     self._state = setup.make_state(learner, policy, value_params_from_policy(policy, model))
     self._batch = shard_batch(full_batch(scale, model.vocab_size), learner.mesh)
     self._publish = make_publish(SingleDeviceSharding(learner.mesh.devices.flat[0]), model.dtype)
-    self._step = make_train_step(
-      algorithm,
-      learner.policy_apply,
-      learner.value_apply,
-      learner.policy_optimizer,
-      learner.value_optimizer,
-      frozen_value_paths=learner.frozen_paths,
-      state_shardings=jax.tree.map(lambda leaf: leaf.sharding, setup.abstract_state(learner)),
-    )
+    self._step = setup.make_step(learner)
 
   def step(self) -> None:
     """One train step."""

@@ -131,8 +131,9 @@ class _Run:
         pinned.start(published, version, step)
       rollouts.start()
       consistent = True  # whether `state` and `rollouts` are those of `step`, so that they can be saved
+      delayed = DelayedFetch()
       try:
-        delayed, step_metrics = DelayedFetch(), StepMetrics(rollouts)
+        step_metrics = StepMetrics(rollouts)
         while step < phase.steps and not self.plateaued(step):
           batch = take(rollouts, config.rollout.batch_size, version, self.interrupt, look=pinned.check)
           updates_policy = phase.updates_policy(step)

@@ -181,14 +181,15 @@ class RolloutLoop:
     idle = lambda: (
       not self._admission.count(Place.IN_FLIGHT) and (self._admission.capacity < 1 or self._intake.exhausted)
     )
-    began = time.monotonic()
-    while not self.buffer.wait_for(lambda: self.error is not None or idle(), timeout or SETTLE_POLL):
-      if timeout is not None:
-        raise TimeoutError(f"rollouts are under way after {timeout} s: {self._admission.counters()}")
+    calm = False
+    while not calm:
+      began = time.monotonic()
+      calm = self.buffer.wait_for(lambda: self.error is not None or idle(), timeout or SETTLE_POLL)
+      with self._admission.lock:
+        self.buffer.statistics.add("trainer_wait_seconds", time.monotonic() - began)
       self.check()
-    self.check()
-    with self._admission.lock:
-      self.buffer.statistics.add("trainer_wait_seconds", time.monotonic() - began)
+      if not calm and timeout is not None:
+        raise TimeoutError(f"rollouts are under way after {timeout} s: {self._admission.counters()}")
     self.buffer.sort()
     self._settled = len(self.buffer)
 

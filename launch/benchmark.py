@@ -27,8 +27,10 @@ WIDTH = 180  # of tables in files, in characters
 _SUITE = flags.DEFINE_list("suite", list(SUITES), "What to measure.")
 _QUICK = flags.DEFINE_bool("quick", False, "Tiny shapes.")
 
+# Those that this process may use, where the system tells.
+_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 _CPU_DEVICES = flags.DEFINE_integer(
-  "cpu_devices", len(os.sched_getaffinity(0)), "Devices that a CPU is divided into; 0: as XLA_FLAGS say.", lower_bound=0
+  "cpu_devices", _CPUS, "Devices that a CPU is divided into; 0: as XLA_FLAGS say.", lower_bound=0
 )
 
 flags.register_validator(

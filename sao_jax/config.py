@@ -23,6 +23,15 @@ class YarnConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoRAConfig:
+  """LoRA (arXiv 2106.09685): the policy trains a low-rank update of its matrices, W + alpha / rank · A B, and no W."""
+
+  rank: int = 0  # 0: off, everything trains
+  alpha: float = 16.0
+  targets: tuple[str, ...] = ("attention", "mlp")  # mlp: feed-forward layers, experts and shared experts
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Shape of a decoder-only transformer; the value network shares it (with a scalar head).
 
@@ -68,6 +77,7 @@ class ModelConfig:
   param_dtype: str = "float32"
   remat: str = "none"  # none | full | dots: what the backward pass recomputes
   moe_implementation: str = "auto"  # auto | blocked | megablox | ragged_dot
+  lora: LoRAConfig = LoRAConfig()  # of the policy; the critic trains in full (see algorithm.freeze_attention)
   checkpoint: str = ""  # checkpoints of a run, or a Hugging Face folder, to start from; empty: random initialisation
 
 
@@ -94,6 +104,8 @@ class AlgorithmConfig:
   value_min: float = 0.0
   value_max: float = 1.0
   critic_warmup_steps: int = 10  # critic-only steps at the start of RL
+  router_replay: bool = False  # the policy trains with the experts that the sampler used (R3, arXiv 2510.11370)
+  router_bias_update: float = 0.0  # change of the sigmoid router's correction bias per step, towards an even load
   micro_batches: int = 1
   logprob_chunk: int = 1024  # tokens per block of the head; [rows, T, V] is never built
 
@@ -138,7 +150,7 @@ class RolloutConfig:
   max_staleness: int = 4  # tau, in policy versions, measured on the oldest sampled token at consumption; -1: no bound
   staleness: str = "drop"  # drop | mask: what happens to a trajectory (its over-age tokens) beyond tau
   max_turns: int = 50
-  max_tokens: int = 128  # sampled tokens per episode
+  max_tokens: int = 131_072  # sampled tokens per episode; sampler.context_length bounds the whole episode anyway
   max_tokens_per_turn: int = 64
   environment_timeout: float = 30.0  # seconds for one reset or step
   environment_retries: int = 2

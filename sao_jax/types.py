@@ -36,6 +36,8 @@ class Trajectory:
     loss_mask: bool [T], the sampled tokens that are trained on; None: all of them.
     segment_starts: int32 [segments], index of the first token of every segment; None: one segment. A segment has a
       prompt of its own and does not see the tokens before it; reward, n and advantages belong to them all together.
+    routed_experts: int16 [T, L, k], the experts that the sampler used for the token as it read it, in each of the L
+      layers with experts; -1 where it never did, as for the last token. None: not recorded.
   """
 
   token_ids: Int[np.ndarray, "T"]
@@ -50,6 +52,7 @@ class Trajectory:
   info: dict[str, float] = dataclasses.field(default_factory=dict)
   loss_mask: Bool[np.ndarray, "T"] | None = None
   segment_starts: Int[np.ndarray, "segments"] | None = None
+  routed_experts: Int[np.ndarray, "T L k"] | None = None
 
   def __len__(self) -> int:
     return len(self.token_ids)
@@ -99,6 +102,8 @@ class TrajectoryBatch:
     policy_version: int32 [B, T]; -1 where not sampled.
     rewards: float32 [B, T]; the episode's reward on its last sampled token, 0 elsewhere.
     truncated: bool [B, T]; True on every token of a trajectory that was cut before a true end.
+    routed_experts: int16 [B, T, L, k]; the experts that the policy is to use in its L layers with experts, -1 where its
+      routers choose. None: they choose everywhere.
   """
 
   token_ids: Int[Array, "B T"]
@@ -111,6 +116,28 @@ class TrajectoryBatch:
   policy_version: Int[Array, "B T"]
   rewards: Float[Array, "B T"]
   truncated: Bool[Array, "B T"]
+  routed_experts: Int[Array, "B T L k"] | None = None
+
+
+@flax.struct.dataclass
+class RouterStatistics:
+  """What the routers of the L layers with experts did with the tokens of every row, padding left out; sums, fp32.
+
+  Attributes:
+    tokens: how many there are.
+    load: how many of them each expert was used by.
+    entropy: of the routers, in nats.
+    replayed: how many of the choices (k for each token) were those of the sampler.
+    agreeing: how many of these the router prefers too.
+    dropped: how many choices, padding included, no expert computed: 0, or the layer is not dropless.
+  """
+
+  tokens: Float[Array, " B"]
+  load: Float[Array, "B L E"]
+  entropy: Float[Array, "B L"]
+  replayed: Float[Array, "B L"]
+  agreeing: Float[Array, "B L"]
+  dropped: Float[Array, "B L"]
 
 
 @flax.struct.dataclass

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from sao_jax.config import ModelConfig, SamplerConfig
-from sao_jax.models import moe
 from sao_jax.models.hf_folder import HFFolder
 from sao_jax.models.hf_import import import_policy
 from sao_jax.models.logprobs import token_logprobs
@@ -80,34 +79,22 @@ class Pair:
 
   def forward(self, ids: np.ndarray, segment_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Our logits [B, T, V] and token log-probs [B, T] of packed rows."""
-    self.experts.clear()
     positions = np.zeros(ids.shape, np.int32)
     for row, segments in enumerate(segment_ids):
       for segment in np.unique(segments[segments > 0]):
         inside = segments == segment
         positions[row, inside] = np.arange(inside.sum())
-    result = jax.device_get(self._program(self.params, ids, positions, segment_ids))
-    jax.effects_barrier()
-    return result
+    logits, logprobs, experts = jax.device_get(self._program(self.params, ids, positions, segment_ids))
+    self.experts = [] if experts is None else list(experts)
+    return logits, logprobs
 
   @functools.cached_property
   def _program(self):
-    def record(route):
-      def recorded(*arguments):
-        weights, experts = route(*arguments)
-        jax.debug.callback(lambda chosen: self.experts.append(np.asarray(chosen)), experts, ordered=True)
-        return weights, experts
-
-      return recorded
-
     def program(params, ids, positions, segment_ids):
-      with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe, "route", record(moe.route))
-        patch.setattr(moe, "group_limited_route", record(moe.group_limited_route))
-        attend = attend_within_segments(self.config, segment_ids)
-        hidden, _ = trunk(params, self.config, ids, positions, attend=attend)
+      attend = attend_within_segments(self.config, segment_ids)
+      hidden, _, routed = trunk(params, self.config, ids, positions, attend=attend)
       logprobs, _ = token_logprobs(params, self.config, hidden, ids, segment_ids)
-      return head_logits(params, self.config, hidden), logprobs
+      return head_logits(params, self.config, hidden), logprobs, routed and routed.experts
 
     return jax.jit(program)
 

@@ -53,18 +53,31 @@ class FakeDispatch:
     return self.arrays
 
 
-class FakeEngine:
-  """Same interface as `Engine`. A test may set `broken`: the exception that the next decode raises."""
+@dataclasses.dataclass(frozen=True)
+class FakePrefill:
+  rows: list[tuple[int, int, np.ndarray]]
 
-  def __init__(self, config: SamplerConfig, version: int = 0):
+  def fetch(self):
+    return self.rows
+
+
+class FakeEngine:
+  """Same interface as `Engine`. A test may set `broken`: the exception that the next decode raises.
+
+  The "experts" of a token, where they are recorded, are its index, itself and the version that read it.
+  """
+
+  def __init__(self, config: SamplerConfig, version: int = 0, record_experts: bool = False):
     self.config, self.version, self.vocab_size = config, version, 1000
     self.slots = [FakeSlot() for _ in range(config.num_slots)]
     self.broken: BaseException | None = None
     self.log: list[tuple] = []
     self.decode_batch = config.decode_batch
+    self.routing = (1, 3) if record_experts else None
 
-  def extend(self, extensions: Sequence[Extension]) -> None:
+  def extend(self, extensions: Sequence[Extension]) -> list[FakePrefill]:
     assert len({extension.slot for extension in extensions}) == len(extensions)
+    prefills = []
     for e in extensions:
       e.check(self.config.context_length)
       slot = self.slots[e.slot]
@@ -73,6 +86,9 @@ class FakeEngine:
       slot.pending, slot.rollout_id, slot.budget = e.token_ids[-1], e.rollout_id, e.budget
       slot.stop_ids, slot.active = e.stop_ids, e.budget > 0
       self.log.append(("extend", e.slot, e.start, len(e.token_ids), e.rollout_id))
+      rows = [[(index, token, self.version)] for index, token in enumerate(slot.held[e.start :], e.start)]
+      prefills.append(FakePrefill([(e.slot, e.start, np.array(rows, np.int16).reshape(-1, 1, 3))]))
+    return prefills if self.routing else []
 
   def decode(self, num_steps: int, lengths: Mapping[int, int]) -> FakeDispatch:
     if self.broken is not None:
@@ -80,11 +96,13 @@ class FakeEngine:
     assert 1 <= num_steps <= self.config.decode_steps and 1 <= len(lengths) <= self.decode_batch
     shape = (self.config.decode_steps, len(lengths))
     tokens, emitted = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    experts = np.full((*shape, 1, 3), -1, np.int16)
     for row, (index, bound) in enumerate(lengths.items()):
       slot = self.slots[index]
       assert not slot.active or len(slot.held) <= bound, "the attended window is too short"
       for step in range(num_steps):
         if slot.active:
+          experts[step, row] = len(slot.held), slot.pending, self.version
           slot.held.append(slot.pending)
           slot.pending = next_token(slot.held, slot.rollout_id, self.version)
           tokens[step, row], emitted[step, row] = slot.pending, True
@@ -92,9 +110,8 @@ class FakeEngine:
           slot.active = slot.budget > 0 and slot.pending not in slot.stop_ids
     self.log.append(("decode", num_steps, tuple(lengths), self.version))
     logprobs = np.where(emitted, -tokens / VOCAB, 0).astype(np.float32)
-    return FakeDispatch(
-      np.array(list(lengths), np.int32), self.version, (tokens, logprobs, emitted, np.zeros(shape[1], bool))
-    )
+    arrays = (tokens, logprobs, emitted, np.zeros(shape[1], bool), experts if self.routing else None)
+    return FakeDispatch(np.array(list(lengths), np.int32), self.version, arrays)
 
   def check_params(self, params) -> None:
     del params
@@ -105,7 +122,15 @@ class FakeEngine:
     self.log.append(("publish", version))
 
 
-def make(num_slots=2, context_length=64, decode_steps=4, decode_batch=16, kv_after_publish="keep", **kwargs):
+def make(
+  num_slots=2,
+  context_length=64,
+  decode_steps=4,
+  decode_batch=16,
+  kv_after_publish="keep",
+  record_experts=False,
+  **kwargs,
+):
   config = SamplerConfig(
     num_slots=num_slots,
     context_length=context_length,
@@ -113,7 +138,7 @@ def make(num_slots=2, context_length=64, decode_steps=4, decode_batch=16, kv_aft
     decode_batch=decode_batch,
     kv_after_publish=kv_after_publish,
   )
-  engine = FakeEngine(config)
+  engine = FakeEngine(config, record_experts=record_experts)
   return engine, Scheduler(engine, **kwargs)
 
 

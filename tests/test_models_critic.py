@@ -34,9 +34,11 @@ def test_what_is_frozen(name):
   config, layers, leaves = FROZEN[name]
   assert family_of_model(config).model_type == name.split()[0]
   expected = {f"{layer}/attention/{leaf}" for layer in layers for leaf in leaves}
-  assert frozen_value_paths(config) == expected
+  bias = {"moe_layers/moe/correction_bias"} if config.router == "sigmoid" else set()
+  assert frozen_value_paths(config) == expected | bias
   declared = set(path_names(value_param_specs(config)))
-  assert expected == {path for path in declared if "/attention/" in path}
+  assert expected == {path for path in declared if "/attention/" in path} and bias <= declared
+  assert frozen_value_paths(config, attention=False) == bias  # it has no gradient, in value pretraining neither
   router = frozen_value_paths(config, attention=False, router=True)
   assert router == {path for path in declared if path.endswith(("moe/router", "correction_bias"))}
   assert bool(router) == bool(config.num_experts)

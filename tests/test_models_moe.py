@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -13,12 +14,14 @@ import pytest
 from beartype import beartype
 from jaxtyping import jaxtyped
 
+from sao_jax.config import ModelConfig
 from sao_jax.errors import ConfigError
 from sao_jax.models import grouped_matmul as grouped_matmul_module
 from sao_jax.models.grouped_map import grouped_map
 from sao_jax.models.grouped_matmul import choose_implementation, grouped_matmul, megablox_matmul
 from sao_jax.models.linear import feed_forward
-from sao_jax.models.moe import expert_feed_forward, permute, route, sort_by_expert
+from sao_jax.models.moe import expert_feed_forward, permute, sort_by_expert
+from sao_jax.models.router import route
 
 M, D, F, E = 40, 6, 5, 4
 
@@ -120,18 +123,20 @@ def test_permute_is_its_own_kind_of_gather():
 
 
 def test_ties_go_to_the_lower_expert():
-  x, router = jnp.ones((3, 2), jnp.float32), jnp.zeros((2, 5), jnp.float32)
-  weights, experts = jaxtyped(typechecker=beartype)(route)(x, router, 2, True)
-  assert experts.tolist() == [[0, 1]] * 3
-  np.testing.assert_allclose(weights, np.full((3, 2), 0.5))
-  raw, _ = route(x, router, 2, False)
-  np.testing.assert_allclose(raw, np.full((3, 2), 0.2), rtol=1e-6)
+  config = ModelConfig(num_experts=5, num_experts_per_token=2)
+  x, params = jnp.ones((3, 2), jnp.float32), {"router": jnp.zeros((2, 5), jnp.float32)}
+  routing = jaxtyped(typechecker=beartype)(route)(params, x, config)
+  assert routing.experts.tolist() == [[0, 1]] * 3
+  np.testing.assert_allclose(routing.weights, np.full((3, 2), 0.5))
+  raw = route(params, x, dataclasses.replace(config, renormalize_router=False))
+  np.testing.assert_allclose(raw.weights, np.full((3, 2), 0.2), rtol=1e-6)
 
 
 def test_router_is_fp32_for_bf16_activations():
   x = jnp.ones((1, 1), jnp.bfloat16)
-  weights, experts = route(x, jnp.asarray([[1.0, 1.0005, 0.5]], jnp.float32), 1, False)  # equal in bf16
-  assert experts.tolist() == [[1]] and weights.dtype == jnp.float32
+  params = {"router": jnp.asarray([[1.0, 1.0005, 0.5]], jnp.float32)}  # equal in bf16
+  routing = route(params, x, ModelConfig(num_experts=3, num_experts_per_token=1))
+  assert routing.experts.tolist() == [[1]] and routing.weights.dtype == jnp.float32
 
 
 def test_all_tokens_to_one_expert_and_ids_of_other_devices():

@@ -12,8 +12,8 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 
 from sao_jax.config import ModelConfig
+from sao_jax.models import router
 from sao_jax.models.moe import moe_feed_forward
-from sao_jax.models.router import group_limited_route
 from sao_jax.parallel.rules import DEFAULT_RULES
 
 CONFIG = ModelConfig(router="sigmoid", num_experts=6, num_experts_per_token=2, d_model=6)
@@ -27,9 +27,9 @@ def logits_of(scores):
 def route(config, scores, bias):
   """Routes one token whose scores are these, through an identity router."""
   x = jnp.asarray([logits_of(scores)], jnp.float32)
-  checked = jaxtyped(group_limited_route, typechecker=beartype)
-  weights, experts = checked(x, jnp.eye(6, dtype=jnp.float32), jnp.asarray(bias, jnp.float32), config)
-  return dict(zip(experts[0].tolist(), weights[0].tolist(), strict=True))
+  params = {"router": jnp.eye(6, dtype=jnp.float32), "correction_bias": jnp.asarray(bias, jnp.float32)}
+  routing = jaxtyped(router.route, typechecker=beartype)(params, x, config)
+  return dict(zip(routing.experts[0].tolist(), routing.weights[0].tolist(), strict=True))
 
 
 SCORES = [0.9, 0.1, 0.5, 0.6, 0.2, 0.3]
@@ -63,7 +63,7 @@ def test_gradients():
   params = {"router": draw(6, 6), "correction_bias": 0.1 * draw(6), "gate": draw(6, 6, 4), "up": draw(6, 6, 4)}
   params["down"] = draw(6, 4, 6)
   x = draw(1, 5, 6)
-  loss = lambda params: jnp.sum(moe_feed_forward(params, x, config, None, DEFAULT_RULES) ** 2)
+  loss = lambda params: jnp.sum(moe_feed_forward(params, x, config, None, DEFAULT_RULES)[0] ** 2)
   grads = jax.jit(jax.grad(loss))(params)
   assert not np.any(grads["correction_bias"])
   assert all(np.all(np.isfinite(leaf)) for leaf in grads.values())

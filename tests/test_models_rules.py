@@ -44,7 +44,7 @@ def test_mixture_of_experts(layout):
 
   def value_and_gradients(mesh, rules):
     def value(params, x):
-      return jnp.sum(jnp.sin(moe_feed_forward(params, x, CONFIG, mesh, rules)))
+      return jnp.sum(jnp.sin(moe_feed_forward(params, x, CONFIG, mesh, rules)[0]))
 
     return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))
 

@@ -40,7 +40,7 @@ def random_params(config, seed=0):
 
 
 def logits_of(params, config, ids, positions, segments):
-  hidden, _ = trunk(
+  hidden, _, _ = trunk(
     params, config, jnp.asarray(ids), jnp.asarray(positions), attend=packed_attend(jnp.asarray(segments))
   )
   return head_logits(params, config, hidden)
@@ -228,7 +228,7 @@ def test_bf16_activations():
   config = dataclasses.replace(MOE, dtype="bfloat16", param_dtype="bfloat16")
 
   def run(params):
-    hidden, _ = trunk(params, config, IDS, POSITIONS, attend=packed_attend(jnp.asarray(SEGMENTS)))
+    hidden, _, _ = trunk(params, config, IDS, POSITIONS, attend=packed_attend(jnp.asarray(SEGMENTS)))
     return hidden, head_logits(params, config, hidden)
 
   hidden, logits = jax.eval_shape(run, abstract_params(param_specs(config)))

@@ -145,7 +145,7 @@ class Engine(FakeEngine):
 
   def extend(self, extensions):
     self._break("extend")
-    super().extend(extensions)
+    return super().extend(extensions)
 
   def decode(self, num_steps, lengths):
     self._break("decode")

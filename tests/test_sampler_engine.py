@@ -48,6 +48,7 @@ class Record:
   mask: list[bool] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
+  experts: list[np.ndarray] = dataclasses.field(default_factory=list)  # of every turn
 
   def append(self, ids, sampled, logprobs=None, versions=None):
     self.ids += [int(i) for i in ids]
@@ -83,6 +84,7 @@ def play(scheduler, records, on_tick=lambda tick: None, delay=0):
       if isinstance(done, BaseException):
         raise done
       records[index].append(done.token_ids, True, done.logprobs, done.policy_versions)
+      records[index].experts.append(done.routed_experts)
       if turn + 1 < len(records[index].turns):
         due.append((tick + delay, index, turn + 1))
     results.clear()
@@ -238,7 +240,7 @@ def test_the_flag_of_the_device_trips_and_nothing_is_overwritten():  # L10
   slots = engine._state.slots
   engine._state = engine._state.replace(slots=slots.replace(budget=slots.budget.at[2].set(10)))  # a lying host
   before = np.asarray(engine._state.cache.k)
-  tokens, _, emitted, overflow = engine.decode(4, {2: 45}).fetch()
+  tokens, _, emitted, overflow, _ = engine.decode(4, {2: 45}).fetch()
   assert emitted[:, 2].tolist() == [True, True, False, False]
   assert overflow.tolist() == [False, False, True, False]
   after = np.asarray(engine._state.cache.k)
@@ -249,7 +251,13 @@ def test_the_flag_of_the_device_trips_and_nothing_is_overwritten():  # L10
 
 def test_cache_dtype_is_the_only_difference():  # L11
   config = dataclasses.replace(SMALL, cache_dtype="bfloat16")
-  record = play(scheduler_of(DENSE, config), multi_turns(1))[0]
+  engine = Engine(params_of(DENSE), DENSE, config, seed=0)
+  engine.warm_up()
+  compiled = steps.decode._cache_size(), steps.extend._cache_size()
+  record = play(Scheduler(engine), multi_turns(1))[0]
+  # What is written is cast: the cache stays as it is, and nothing is traced again.
+  assert (steps.decode._cache_size(), steps.extend._cache_size()) == compiled
+  assert {leaf.dtype for leaf in jax.tree.leaves(engine._state.cache)} == {jnp.dtype(jnp.bfloat16)}
   assert_agrees(DENSE, params_of(DENSE), record, tolerance=0.05)
   with pytest.raises(AssertionError):
     assert_agrees(DENSE, params_of(DENSE), record, tolerance=1e-5)

@@ -28,7 +28,7 @@ def test_an_extension_beyond_the_cache_is_flagged_and_writes_nothing():  # L10
   assert after.slots.overflow.tolist() == [False, False, True, False]
   assert after.slots.active.tolist() == [False, True, False, False]
   assert after.slots.lengths.tolist() == before.slots.lengths.tolist() == [0, 19, 45, 0]
-  _, _, emitted, overflow = engine.decode(4, {1: 19, 2: 45}).fetch()
+  _, _, emitted, overflow, _ = engine.decode(4, {1: 19, 2: 45}).fetch()
   assert overflow.tolist() == [False, False, True, False]
   assert emitted[:, 1].all() and not emitted[:, 2].any()
   lying_extend(engine, Extension(2, 45, prompt(4, 2), 8, budget=0))  # positions 45 ... 47: the last ones

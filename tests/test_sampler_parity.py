@@ -29,7 +29,8 @@ from sao_jax.algorithm.frozen import replace_leaves, trainable_leaves
 from sao_jax.algorithm.optimizer import make_optimizer
 from sao_jax.algorithm.updates import guarded_update
 from sao_jax.config import OptimizerConfig, SamplerConfig
-from sao_jax.models import moe, transformer
+from sao_jax.models import transformer
+from sao_jax.models.attention import packed_attend
 from sao_jax.models.transformer import head_logits, trunk
 from sao_jax.parallel.publish import make_publish
 from sao_jax.rollout.packing import pack
@@ -82,40 +83,26 @@ def test_packed_rows_equal_the_sampler(model):
 BF16 = dataclasses.replace(MOE, dtype="bfloat16", num_layers=3)  # a dense layer and two MoE ones
 
 
-def test_bf16_activations(monkeypatch):
+def test_bf16_activations():
   """Log-probs agree to what bf16 explains, and both sides choose the same experts for every token.
 
   Both sides round activations to 8 bits, 2^-9 of their size, at the same places, but add in different orders before
   they round. Logits of size 8 that differ by a few such roundings (0.016) give log-probs that agree to about 0.05. The
   router is fp32 on rounded activations: its choice could differ only where two experts are equal to bf16.
   """
-  chosen, route = [], moe.route
-
-  def spy(*args):
-    weights, experts = route(*args)
-    jax.debug.callback(lambda experts: chosen.append(np.asarray(experts)), experts, ordered=True)
-    return weights, experts
-
-  def by_layer(lengths):
-    """[tokens, 2 layers, k] of the calls since the last time, of which each read so many tokens."""
-    jax.effects_barrier()
-    layers = [np.concatenate([call[0, :n] for call, n in zip(chosen[i::2], lengths, strict=True)]) for i in (0, 1)]
-    chosen.clear()
-    return np.stack(layers, axis=1)
-
-  monkeypatch.setattr(moe, "route", spy)
   config = SamplerConfig(
     num_slots=1, context_length=48, decode_steps=4, decode_batch=1, prefill_buckets=(8,), prefill_batch=1
   )
+  params = params_of(BF16)
   record = Record([(prompt(9, 1), 16), (prompt(5, 2), 16)], rollout_id=0)
-  play(scheduler_of(BF16, config), [record])
-  # A token is read one call after it came: 8 of the prompt, one with every step, the last one with the observation.
-  sampled = by_layer([8] + [1] * 16 + [5] + [1] * 16)
-  learned_logprobs = learner_logprobs(BF16, params_of(BF16), record)
-  learned = by_layer([45])
-  np.testing.assert_array_equal(sampled, learned)
+  play(Scheduler(Engine(params, BF16, config, seed=0, record_experts=True)), [record])
+  ids, positions = jnp.asarray([record.ids], jnp.int32), jnp.arange(len(record.ids), dtype=jnp.int32)[None]
+  attend = packed_attend(jnp.ones_like(ids))
+  learned = jax.jit(lambda params: trunk(params, BF16, ids, positions, attend=attend)[2].experts)(params)
+  sampled = np.concatenate(record.experts)  # [T - 1, L, k]; the last token was never read
+  np.testing.assert_array_equal(sampled, np.moveaxis(learned[:, 0], 0, 1)[:-1])
   assert len(np.unique(sampled)) == BF16.num_experts
-  difference = np.abs(learned_logprobs - np.array(record.logprobs))[record.mask]
+  difference = np.abs(learner_logprobs(BF16, params, record) - np.array(record.logprobs))[record.mask]
   assert difference.max() < 0.05
 
 
@@ -126,7 +113,7 @@ def sampler_logprobs(params, model, ids):
 
   def step(new, t):
     attend = cached_attend(past, jnp.zeros((1,), jnp.int32), t)
-    hidden, new = trunk(params, model, ids[t][None, None], t[None, None], attend=attend, carry=new)
+    hidden, new, _ = trunk(params, model, ids[t][None, None], t[None, None], attend=attend, carry=new)
     return new, head_logits(params, model, hidden[0, 0])
 
   _, logits = jax.lax.scan(step, new, jnp.arange(len(ids) - 1, dtype=jnp.int32))

@@ -161,7 +161,7 @@ def test_overflow_is_an_error():  # L10: the flag of the device reaches the host
 
   def overflowing(num_steps, lengths):
     dispatch = decode(num_steps, lengths)
-    return dataclasses.replace(dispatch, arrays=(*dispatch.arrays[:3], np.ones(len(lengths), bool)))
+    return dataclasses.replace(dispatch, arrays=(*dispatch.arrays[:3], np.ones(len(lengths), bool), None))
 
   engine.decode = overflowing
   scheduler.submit(request(), lambda done: None)

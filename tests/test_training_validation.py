@@ -78,6 +78,21 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
     (GROUPED | {"model.num_expert_groups": 8}, "model.num_groups_per_token", "groups of 1 experts", "enough groups"),
     (GROUPED | {"model.num_experts_per_token": 3}, "model.num_groups_per_token", "1 of 4 groups of 2", "enough groups"),
     (GROUPED | {"model.num_groups_per_token": 5}, "model.num_groups_per_token", "5 of 4 groups", "at most all of them"),
+    ({"model.lora.targets": ("router",)}, "model.lora.targets", "there is no 'router'", "attention, mlp"),
+    ({"model.lora.rank": 4, "model.lora.targets": ()}, "model.lora.targets", "nothing to adapt", "attention, mlp"),
+    ({"algorithm.router_replay": True}, "algorithm.router_replay", "no layer with experts", "False"),
+    (
+      {"algorithm.router_replay": True, "model.num_experts": 2**15 + 1},
+      "algorithm.router_replay",
+      "32769 experts do not fit",
+      "False",
+    ),
+    (
+      {"algorithm.router_bias_update": 0.1, "model.num_experts": 8},
+      "algorithm.router_bias_update",
+      "no correction bias",
+      "model.router=sigmoid",
+    ),
     ({"model.max_positions": 64}, "sampler.context_length", "meant for 64", "model.max_positions may be raised"),
     ({"sampler.temperature": 0.0}, "sampler.temperature", "temperature 0", "above 0"),
     ({"sampler.top_p": 0.8}, "sampler.top_p", "top_p=0.8", "sampler.top_p=1"),
@@ -211,6 +226,7 @@ def test_every_field_is_checked_or_free_on_purpose():
   """A new field must be given its bounds, or be listed here."""
   free = {"name", "environment.name", "environment.vocab_size", "model.checkpoint", "rollout.sampler_devices"}
   free |= {"algorithm.value_bins", "algorithm.value_min", "algorithm.value_max", "sampler.top_k"}  # tested above
+  free.add("model.lora.targets")  # tested above
   free |= {f"mesh.{axis}" for axis in ("data", "fsdp", "expert", "tensor", "context")}  # make_mesh, with the devices
   known = {*ELSEWHERE, *config_bounds.CHOICES, *config_bounds.MINIMA, *config_bounds.INTERVALS, *config_bounds.SIZES}
   fields = {path for path, value, _ in config_tree.leaves(VALID) if not isinstance(value, bool)}

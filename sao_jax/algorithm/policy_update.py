@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +14,21 @@ from sao_jax.algorithm import diagnostics
 from sao_jax.algorithm.frozen import replace_leaves, trainable_leaves
 from sao_jax.algorithm.policy_loss import dis_policy_loss, dis_weights, log_ratios
 from sao_jax.algorithm.reductions import masked_count, masked_mean
+from sao_jax.algorithm.router_metrics import router_metrics
 from sao_jax.algorithm.updates import Leaves, Update, accumulate_gradients, guarded_update
 from sao_jax.config import AlgorithmConfig
-from sao_jax.types import NetworkState, PyTree, TrajectoryBatch
+from sao_jax.types import NetworkState, PyTree, RouterStatistics, TrajectoryBatch
 
-PolicyApply = Callable[[PyTree, TrajectoryBatch], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
+# (params, batch) -> (log π [B, T], entropy [B, T]), or these two and RouterStatistics
+PolicyApply = Callable[[PyTree, TrajectoryBatch], tuple[Any, ...]]
 
 
 class PolicyFit(NamedTuple):
-  """What the update leaves behind: log π and entropy of every token, read before the update."""
+  """What the update leaves behind: log π and entropy of every token, and the routers' work, read before the update."""
 
   logprobs: Float[Array, "B T"]
   entropy: Float[Array, "B T"]
+  router: RouterStatistics | None
   update: Update
 
 
@@ -43,9 +46,9 @@ def fit_policy(
   num_tokens = masked_count(mask)
   leaves = trainable_leaves(policy.params, frozen_paths)
 
-  def loss_fn(leaves: Leaves, inputs: PyTree) -> tuple[Float[Array, ""], tuple[jax.Array, jax.Array]]:
+  def loss_fn(leaves: Leaves, inputs: PyTree) -> tuple[Float[Array, ""], tuple[Any, ...]]:
     rows, rows_mask, rows_advantages = inputs
-    logprobs, entropy = policy_apply(replace_leaves(policy.params, leaves), rows)
+    logprobs, entropy, *router = policy_apply(replace_leaves(policy.params, leaves), rows)
     loss, _ = dis_policy_loss(
       logprobs,
       rows.behavior_logprobs,
@@ -55,13 +58,13 @@ def fit_policy(
       epsilon_high=config.epsilon_high,
       denominator=num_tokens,
     )
-    return loss, (logprobs, entropy)
+    return loss, (logprobs, entropy, *router)
 
   inputs = (batch, mask, jax.lax.stop_gradient(advantages))
-  loss, (logprobs, entropy), grads = accumulate_gradients(loss_fn, leaves, inputs, config.micro_batches)
+  loss, (logprobs, entropy, *router), grads = accumulate_gradients(loss_fn, leaves, inputs, config.micro_batches)
   allowed = (num_tokens > 0.0) & jnp.all(jnp.isfinite(log_ratios(logprobs, batch.behavior_logprobs, mask)))
   policy, update = guarded_update(policy, leaves, grads, optimizer, loss, allowed)
-  return policy, PolicyFit(logprobs, entropy, update)
+  return policy, PolicyFit(logprobs, entropy, router[0] if router else None, update)
 
 
 def policy_metrics(
@@ -72,7 +75,7 @@ def policy_metrics(
   lags: Int[Array, "B T"],
   max_lag: int,
 ) -> dict[str, Array]:
-  """Ratio, rejection and entropy figures of the policy before its update; see `diagnostics`."""
+  """Ratio, rejection, entropy and router figures of the policy before its update; see `diagnostics`."""
   log_ratio = log_ratios(fit.logprobs, batch.behavior_logprobs, mask)
   weights, low, high = dis_weights(log_ratio, mask, epsilon_low=config.epsilon_low, epsilon_high=config.epsilon_high)
   delta = jnp.abs(log_ratio)
@@ -87,4 +90,5 @@ def policy_metrics(
     "delta_logprob": masked_mean(delta, mask),
     "delta_logprob_by_lag": diagnostics.mean_by_lag(delta, lags, mask, max_lag=max_lag),
     **diagnostics.ratio_quantiles(log_ratio, mask),
+    **(router_metrics(fit.router) if fit.router else {}),
   }

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.algorithm.advantage import masked_whiten
 from sao_jax.algorithm.critic_update import CriticFit, ValueApply, critic_metrics, fit_critic, read_values
@@ -22,6 +22,8 @@ from sao_jax.config import AlgorithmConfig
 from sao_jax.types import NetworkState, PyTree, TrainState, TrajectoryBatch
 
 Metrics = dict[str, Array]
+# (policy parameters, load of every expert [L, E]) -> policy parameters
+BalanceRouters = Callable[[PyTree, Float[Array, "L E"]], PyTree]
 TrainStep = Callable[[TrainState, TrajectoryBatch], tuple[TrainState, Metrics]]
 
 
@@ -55,6 +57,7 @@ def make_train_step(
   frozen_value_paths: frozenset[str] = frozenset(),
   frozen_policy_paths: frozenset[str] = frozenset(),
   update_policy: bool = True,
+  balance_routers: BalanceRouters | None = None,
   max_lag: int = 8,
   state_shardings: TrainState | None = None,
 ) -> TrainStep:
@@ -62,7 +65,8 @@ def make_train_step(
 
   Args:
     config: static.
-    policy_apply: `(params, batch) -> (logprobs, entropy)`, both [B, T], token-aligned, fp32.
+    policy_apply: `(params, batch) -> (logprobs, entropy)`, both [B, T], token-aligned, fp32; `RouterStatistics` may
+      follow, and are then reported.
     value_apply: `(params, batch) -> outputs [B, T, O]`, state-aligned, fp32; O as the value head of `config` says.
     policy_optimizer: of the policy.
     value_optimizer: of the critic.
@@ -70,6 +74,8 @@ def make_train_step(
     frozen_policy_paths: and of the policy's.
     update_policy: False makes critic-only steps (value pretraining, critic warm-up): the policy is neither run nor
       changed, and `policy_version` stays.
+    balance_routers: changes the policy's parameters after its update, by the load of the experts in this batch; None:
+      nothing does. Needs `RouterStatistics`. It does not run when the update was skipped.
     max_lag: last bin of the metrics by lag.
     state_shardings: shardings of the state, kept by the step; metrics then come back replicated. None: one device, or
       whatever the compiler chooses.
@@ -98,6 +104,10 @@ def make_train_step(
     policy, policy_fit = fit_policy(
       config, policy_apply, policy_optimizer, frozen_policy_paths, policy, batch, mask, advantages
     )
+    if balance_routers is not None:
+      balanced = balance_routers(policy.params, jnp.sum(policy_fit.router.load, axis=0))
+      keep = lambda new, old: jnp.where(policy_fit.update.applied, new, old)
+      policy = policy.replace(params=jax.tree.map(keep, balanced, policy.params))
     metrics = policy_metrics(config, policy_fit, batch, mask, lags, max_lag)
     return policy, metrics | {"advantage_mean": mean, "advantage_std": std}
 

@@ -145,7 +145,7 @@ def _layer(scale: Scale, config: ModelConfig) -> Callable[[], object]:
   x = jax.random.normal(jax.random.key(1), (scale.rows, scale.tokens, config.d_model), jnp.float32)
 
   def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    return jnp.mean(moe_feed_forward(params, x, config, None, DEFAULT_RULES) * x, dtype=jnp.float32)
+    return jnp.mean(moe_feed_forward(params, x, config, None, DEFAULT_RULES)[0] * x, dtype=jnp.float32)
 
   gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
   return lambda: jax.block_until_ready(gradients(params, x))

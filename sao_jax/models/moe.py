@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.grouped_map import grouped_map
 from sao_jax.models.grouped_matmul import choose_implementation, grouped_matmul
-from sao_jax.models.linear import feed_forward, linear
-from sao_jax.models.router import group_limited_route
+from sao_jax.models.linear import feed_forward
+from sao_jax.models.router import route
 from sao_jax.parallel.rules import AxisRules
 
 EXPERT_WEIGHTS = ("gate", "up", "down")
 
 
-def route(
-  x: Float[Array, "*batch D"], router: Float[Array, "D E"], num_active: int, renormalize: bool
-) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-  """Weights and ids of the k most probable experts of every token.
+class Routed(NamedTuple):
+  """What became of the tokens of an MoE layer; of several layers stacked in front. See `router.Routing`.
 
-  Softmax over all experts in fp32; of equal probabilities the lower expert id wins, in the sampler as in the learner.
+  Attributes:
+    experts: the k experts of every token.
+    entropy: of the router, in nats.
+    agreeing: how many of them the router itself prefers.
+    computed: how many of them some device has computed: k, or the layer is not dropless.
   """
-  logits = linear(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
-  weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), num_active)
-  if renormalize:
-    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-  return weights, experts
+
+  experts: Int[Array, "*layers B T k"]
+  entropy: Float[Array, "*layers B T"]
+  agreeing: Int[Array, "*layers B T"]
+  computed: Int[Array, "*layers B T"]
 
 
 def expert_feed_forward(
@@ -48,7 +51,7 @@ def expert_feed_forward(
   """
   num_active, num_experts = experts.shape[1], params["gate"].shape[0]
   params = {name: params[name].astype(x.dtype) for name in EXPERT_WEIGHTS}
-  ids = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
+  ids = jnp.where(lives_here(experts, num_experts), experts, num_experts).reshape(-1)
   order, inverse = sort_by_expert(ids, num_experts + 1)
   group_sizes = jnp.sum(ids[:, None] == jnp.arange(num_experts, dtype=ids.dtype), axis=0, dtype=jnp.int32)
   rows = permute(jnp.repeat(x, num_active, axis=0), order, inverse)
@@ -59,6 +62,11 @@ def expert_feed_forward(
     out = matmul(jax.nn.silu(matmul(rows, params["gate"])) * matmul(rows, params["up"]), params["down"])
   out = permute(out, inverse, order).reshape(*experts.shape, -1)
   return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)
+
+
+def lives_here(experts: Int[Array, "*pairs"], num_experts: int) -> Bool[Array, "*pairs"]:
+  """Which ids are those of the `num_experts` experts of this device."""
+  return (experts >= 0) & (experts < num_experts)
 
 
 def sort_by_expert(ids: Int[Array, " M"], num_ids: int) -> tuple[Int[Array, " M"], Int[Array, " M"]]:
@@ -87,28 +95,36 @@ permute.defvjp(
 
 
 def moe_feed_forward(
-  params: dict[str, Any], x: Float[Array, "B T D"], config: ModelConfig, mesh: Mesh | None, rules: AxisRules
-) -> Float[Array, "B T D"]:
-  """The routed experts of every token plus, where declared, the shared expert."""
-  if config.router == "sigmoid":
-    weights, experts = group_limited_route(x, params["router"], params["correction_bias"], config)
-  else:
-    weights, experts = route(x, params["router"], config.num_experts_per_token, config.renormalize_router)
+  params: dict[str, Any],
+  x: Float[Array, "B T D"],
+  config: ModelConfig,
+  mesh: Mesh | None,
+  rules: AxisRules,
+  replayed: Int[Array, "B T k"] | None = None,
+) -> tuple[Float[Array, "B T D"], Routed]:
+  """The routed experts of every token plus, where declared, the shared expert; and how the tokens were routed.
+
+  `replayed` are experts to use instead of those that the router prefers, -1 where there are none.
+  """
+  routing = route(params, x, config, replayed)
   routed = {name: params[name] for name in EXPERT_WEIGHTS}
   platform = None if mesh is None else mesh.devices.flat[0].platform
   implementation = choose_implementation(config.moe_implementation, platform)
   if mesh is None or mesh.size == 1:
-    out = _local_experts(routed, x, weights, experts, implementation)
+    out, computed = _local_experts(routed, x, routing.weights, routing.experts, implementation)
   else:
-    out = _sharded_experts(routed, x, weights, experts, implementation, mesh, rules)
-  return out + feed_forward(params["shared"], x) if "shared" in params else out
+    out, computed = _sharded_experts(routed, x, routing.weights, routing.experts, implementation, mesh, rules)
+  out = out + feed_forward(params["shared"], x) if "shared" in params else out
+  return out, Routed(routing.experts, routing.entropy, routing.agreeing, computed)
 
 
 def _local_experts(
   params: dict[str, Any], x: jax.Array, weights: jax.Array, experts: jax.Array, implementation: str
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
+  """The sum over the experts that live here, and how many of them there are, for every token."""
   flat = (array.reshape(-1, array.shape[-1]) for array in (x, weights, experts))
-  return expert_feed_forward(params, *flat, implementation=implementation).reshape(x.shape)
+  out = expert_feed_forward(params, *flat, implementation=implementation).reshape(x.shape)
+  return out, jnp.sum(lives_here(experts, params["gate"].shape[0]), axis=-1, dtype=jnp.int32)
 
 
 def _sharded_experts(
@@ -119,9 +135,10 @@ def _sharded_experts(
   implementation: str,
   mesh: Mesh,
   rules: AxisRules,
-) -> jax.Array:
-  """Every device gathers the tokens of its "expert" group and computes the experts it holds, their width split over
-  "tensor"; the partial sums are added and scattered back. Exact and dropless for any routing.
+) -> tuple[jax.Array, jax.Array]:
+  """`_local_experts` over a mesh. Every device gathers the tokens of its "expert" group and computes the experts it
+  holds, their width split over "tensor"; the partial sums are added and scattered back. Exact and dropless for any
+  routing.
 
   In general, over the mesh axes that split the experts or their width: those that also split the tokens gather and
   scatter them, over the others the sums are added.
@@ -132,20 +149,25 @@ def _sharded_experts(
   partial_axes = expert_axes + rules.mesh_axes("mlp")
   gathered = tuple(axis for axis in partial_axes if axis in rules.mesh_axes("batch") + rules.mesh_axes("sequence"))
   summed = tuple(axis for axis in partial_axes if axis not in gathered)
+  copies = math.prod(mesh.shape[axis] for axis in rules.mesh_axes("mlp"))  # of every expert, in slices of its width
 
   @functools.partial(
     jax.shard_map,
     mesh=mesh,
     in_specs=({"gate": inward, "up": inward, "down": outward}, tokens, tokens, tokens),
-    out_specs=tokens,
+    out_specs=(tokens, rules.spec("batch", "sequence")),
     check_vma=False,  # a Pallas kernel does not say over which axes its result varies
   )
-  def compute(params: dict[str, Any], *arrays: jax.Array) -> jax.Array:
-    flat = (array.reshape(-1, array.shape[-1]) for array in arrays)
-    x, weights, experts = (jax.lax.all_gather(array, gathered, axis=0, tiled=True) for array in flat)
+  def compute(params: dict[str, Any], *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    gather = lambda array: jax.lax.all_gather(array.reshape(-1, array.shape[-1]), gathered, axis=0, tiled=True)
+    x, weights, experts = map(gather, arrays)
     experts = experts - jax.lax.axis_index(expert_axes) * params["gate"].shape[0]
-    out = expert_feed_forward(params, x, weights, experts, implementation=implementation)
-    out = jax.lax.psum_scatter(jax.lax.psum(out, summed), gathered, scatter_dimension=0, tiled=True)
-    return out.reshape(arrays[0].shape)
+
+    def add_up(part: jax.Array) -> jax.Array:
+      total = jax.lax.psum_scatter(jax.lax.psum(part, summed), gathered, scatter_dimension=0, tiled=True)
+      return total.reshape(*arrays[0].shape[:2], *part.shape[1:])
+
+    out, computed = _local_experts(params, x, weights, experts, implementation)
+    return add_up(out), add_up(computed) // copies
 
   return compute(params, x, weights, experts)

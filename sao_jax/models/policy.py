@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
@@ -13,10 +14,11 @@ from sao_jax.config import ModelConfig
 from sao_jax.models.attention import packed_attend
 from sao_jax.models.latent_layer import packed_latent_attend
 from sao_jax.models.logprobs import token_logprobs
+from sao_jax.models.moe import Routed
 from sao_jax.models.transformer import Attend, trunk
 from sao_jax.parallel.params import Params
 from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
-from sao_jax.types import TrajectoryBatch
+from sao_jax.types import RouterStatistics, TrajectoryBatch
 
 
 def attend_within_segments(
@@ -31,7 +33,7 @@ def attend_within_segments(
 def packed_trunk(
   params: Params, config: ModelConfig, batch: TrajectoryBatch, mesh: Mesh | None, rules: AxisRules
 ) -> jax.Array:
-  """Hidden states [B, T, D] of packed rows; no segment reads another."""
+  """Hidden states [B, T, D] of packed rows; no segment reads another, and every router chooses for itself."""
   attend = attend_within_segments(config, batch.segment_ids, mesh, rules)
   return trunk(params, config, batch.token_ids, batch.positions, attend=attend, mesh=mesh, rules=rules)[0]
 
@@ -41,17 +43,56 @@ def make_policy_apply(
   *,
   temperature: float = 1.0,
   chunk: int = 1024,
+  router_statistics: bool = False,
   mesh: Mesh | None = None,
   rules: AxisRules = DEFAULT_RULES,
-) -> Callable[[Params, TrajectoryBatch], tuple[jax.Array, jax.Array]]:
+) -> Callable[[Params, TrajectoryBatch], tuple[jax.Array, ...]]:
   """Returns `policy_apply(params, batch) -> (logprobs [B, T], entropy [B, T])`, token-aligned and fp32.
 
-  `temperature` must be the sampler's; see `token_logprobs` for `chunk` and for where the entries are 0.
+  Experts that the batch brings along (`batch.routed_experts`) are used instead of those that the routers prefer.
+
+  Args:
+    config: static.
+    temperature: the sampler's.
+    chunk: see `token_logprobs`, also for where the entries are 0.
+    router_statistics: a third result follows, `RouterStatistics`; for models with experts.
+    mesh: of params and batch, None for one device.
+    rules: logical axes to mesh axes.
   """
   head = functools.partial(token_logprobs, temperature=temperature, chunk=chunk, mesh=mesh, rules=rules)
 
-  def policy_apply(params: Params, batch: TrajectoryBatch) -> tuple[jax.Array, jax.Array]:
-    hidden = packed_trunk(params, config, batch, mesh, rules)
-    return head(params, config, hidden, batch.token_ids, batch.segment_ids)
+  def policy_apply(params: Params, batch: TrajectoryBatch) -> tuple[jax.Array, ...]:
+    hidden, _, routed = trunk(
+      params,
+      config,
+      batch.token_ids,
+      batch.positions,
+      attend=attend_within_segments(config, batch.segment_ids, mesh, rules),
+      routed_experts=batch.routed_experts,
+      mesh=mesh,
+      rules=rules,
+    )
+    outputs = head(params, config, hidden, batch.token_ids, batch.segment_ids)
+    return (*outputs, count_routed(routed, batch, config.num_experts)) if router_statistics else outputs
 
   return policy_apply
+
+
+def count_routed(routed: Routed, batch: TrajectoryBatch, num_experts: int) -> RouterStatistics:
+  """What the routers did with the tokens of every row; padding is left out, but must be computed like all others."""
+  real = (batch.segment_ids > 0)[None]  # [1, B, T]
+  count = lambda numbers: jnp.sum(jnp.where(real, numbers, 0), axis=2, dtype=jnp.float32).T  # [B, L]
+  num_active = routed.experts.shape[-1]
+  chosen = routed.experts[..., None] == jnp.arange(num_experts, dtype=routed.experts.dtype)  # [L, B, T, k, E]
+  load = jnp.sum(chosen & real[..., None, None], axis=(2, 3), dtype=jnp.float32)
+  replayed = jnp.zeros(routed.entropy.shape, jnp.bool_)
+  if batch.routed_experts is not None:
+    replayed = jnp.moveaxis(batch.routed_experts[..., 0] >= 0, 2, 0)
+  return RouterStatistics(
+    tokens=jnp.sum(real[0], axis=1, dtype=jnp.float32),
+    load=jnp.moveaxis(load, 0, 1),
+    entropy=count(routed.entropy),
+    replayed=num_active * count(replayed),
+    agreeing=count(jnp.where(replayed, routed.agreeing, 0)),
+    dropped=jnp.sum(num_active - routed.computed, axis=2, dtype=jnp.float32).T,
+  )

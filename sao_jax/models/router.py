@@ -1,6 +1,8 @@
-"""The sigmoid router of DeepSeek-V3 and GLM: scores for the weights, scores plus a correction bias for the choice."""
+"""Routers of mixture-of-experts layers: which experts a token uses, with which weights."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,25 +12,70 @@ from sao_jax.config import ModelConfig
 from sao_jax.models.linear import linear
 
 
-def group_limited_route(
-  x: Float[Array, "*batch D"], router: Float[Array, "D E"], correction_bias: Float[Array, " E"], config: ModelConfig
-) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-  """Weights and ids of the k chosen experts of every token, fp32 (arXiv 2412.19437, section 2.1.2).
+class Routing(NamedTuple):
+  """What a router decided about every token.
 
-  An expert is chosen by sigmoid(x · router) + bias, within the `num_groups_per_token` groups whose two best experts
-  have the largest sum; of equal ones the lower id wins. Its weight is the score without the bias, which therefore
-  has no gradient. Weights are divided by their sum (`renormalize_router`) and multiplied by `routed_scaling`.
+  Attributes:
+    weights: of the k experts used, fp32.
+    experts: their ids.
+    entropy: of the router's distribution over all experts, in nats (scores divided by their sum), without gradient.
+    agreeing: how many of the k experts used are among the k that the router prefers: all, unless they are replayed.
   """
-  logits = linear(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
-  scores = jax.nn.sigmoid(logits)
-  choice = scores + correction_bias.astype(jnp.float32)
-  if config.num_expert_groups > 1:
-    choice = _keep_best_groups(choice, config.num_expert_groups, config.num_groups_per_token)
-  _, experts = jax.lax.top_k(choice, config.num_experts_per_token)
-  weights = jnp.take_along_axis(scores, experts, axis=-1)
-  if config.renormalize_router:
-    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-  return weights * config.routed_scaling, experts
+
+  weights: Float[Array, "*batch k"]
+  experts: Int[Array, "*batch k"]
+  entropy: Float[Array, "*batch"]
+  agreeing: Int[Array, "*batch"]
+
+
+def route(
+  params: dict[str, Any],
+  x: Float[Array, "*batch D"],
+  config: ModelConfig,
+  replayed: Int[Array, "*batch k"] | None = None,
+) -> Routing:
+  """Chooses k experts for every token; of equal ones the lower id wins, in the sampler as in the learner. All in fp32.
+
+  * "softmax": the most probable experts, weighted by their probability.
+  * "sigmoid" (DeepSeek-V3 and GLM; arXiv 2412.19437, section 2.1.2): those with the largest sigmoid(x · router) + bias,
+    within the `num_groups_per_token` groups whose two best experts have the largest sum. The weight is the score
+    without the bias, which therefore has no gradient.
+
+  Weights are divided by their sum (`renormalize_router`) and multiplied by `routed_scaling`.
+
+  Args:
+    params: "router" [D, E]; for "sigmoid" also "correction_bias" [E].
+    x: hidden states.
+    config: static.
+    replayed: experts to use instead (rollout routing replay, arXiv 2510.11370), -1 where the router chooses itself.
+      Their weights are this router's, and so are the gradients.
+  """
+  logits = linear(x.astype(jnp.float32), params["router"], precision=jax.lax.Precision.HIGHEST)
+  if config.router == "sigmoid":
+    scores, log_scores = jax.nn.sigmoid(logits), jax.nn.log_sigmoid(logits)
+    choice = scores + params["correction_bias"].astype(jnp.float32)
+    if config.num_expert_groups > 1:
+      choice = _keep_best_groups(choice, config.num_expert_groups, config.num_groups_per_token)
+  else:
+    scores = choice = jax.nn.softmax(logits, axis=-1)
+    log_scores = jax.nn.log_softmax(logits, axis=-1)
+  _, preferred = jax.lax.top_k(choice, config.num_experts_per_token)
+  experts = preferred if replayed is None else jnp.where(replayed >= 0, replayed.astype(preferred.dtype), preferred)
+  # In log space: the scores of replayed experts may all be too small to be divided by their sum.
+  log_weights = jnp.take_along_axis(log_scores, experts, axis=-1)
+  weights = jax.nn.softmax(log_weights, axis=-1) if config.renormalize_router else jnp.exp(log_weights)
+  agreeing = jnp.any(experts[..., :, None] == preferred[..., None, :], axis=-1)
+  return Routing(
+    weights=weights * config.routed_scaling,
+    experts=experts,
+    entropy=_entropy(jax.lax.stop_gradient(scores)),
+    agreeing=jnp.sum(agreeing, axis=-1, dtype=jnp.int32),
+  )
+
+
+def _entropy(scores: Float[Array, "*batch E"]) -> Float[Array, "*batch"]:
+  probabilities = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+  return jnp.sum(jax.scipy.special.entr(probabilities), axis=-1)
 
 
 def _keep_best_groups(choice: Float[Array, "*batch E"], num_groups: int, num_kept: int) -> Float[Array, "*batch E"]:

@@ -16,7 +16,8 @@ from sao_jax.errors import ConfigError
 from sao_jax.models.latent_attention import latent_specs
 from sao_jax.models.latent_layer import LatentAttend, latent_attention, no_selection
 from sao_jax.models.linear import feed_forward, linear
-from sao_jax.models.moe import moe_feed_forward
+from sao_jax.models.lora import add_lora, lora_of
+from sao_jax.models.moe import Routed, moe_feed_forward
 from sao_jax.models.norms import rms_norm
 from sao_jax.models.rope import apply_rope, rope_table
 from sao_jax.models.sparse_attention import indexer_specs, is_full
@@ -27,6 +28,11 @@ UNROLLED_LAYERS = 4  # without remat a stack this shallow becomes straight code:
 
 # attend(q [B,T,H,h], k [B,T,K,h], v [B,T,K,h], layer_index, carry) -> (out [B,T,H,h], carry); of latents a LatentAttend
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]] | LatentAttend
+
+
+def num_moe_layers(config: ModelConfig) -> int:
+  """How many layers have experts."""
+  return config.num_layers - config.num_dense_layers if config.num_experts else 0
 
 
 def attention_specs(config: ModelConfig) -> Specs:
@@ -118,24 +124,27 @@ def trunk(
   *,
   attend: Attend,
   carry: Any = None,
+  routed_experts: Int[Array, "B T L k"] | None = None,
   mesh: Mesh | None = None,
   rules: AxisRules = DEFAULT_RULES,
-) -> tuple[Float[Array, "B T D"], Any]:
+) -> tuple[Float[Array, "B T D"], Any, Routed | None]:
   """Embedding, all layers, final norm.
 
   Args:
-    params: the tree that `param_specs(config)` declares ("head" is not read).
+    params: the tree that `param_specs(config)` declares ("head" is not read), perhaps with "lora", see `lora`.
     config: static.
     token_ids: the tokens.
     positions: the rotary position of every token.
     attend: what a layer's queries read: `attend(q, k, v, layer_index, carry) -> (out, carry)`. Training passes causal
       attention within segments, the sampler one that writes k and v into its cache and attends over it.
     carry: state that `attend` threads through the layers, for example the cache.
+    routed_experts: the experts to use in the MoE layers, -1 where the router chooses itself (None: everywhere).
     mesh: the mesh that params and tokens live on, None for one device.
     rules: logical axes to mesh axes.
 
   Returns:
-    The hidden states after the final norm, in config.dtype, and the last carry.
+    The hidden states after the final norm, in config.dtype; the last carry; and how the MoE layers routed the tokens,
+    stacked [L, B, T, ...] over these layers, None without one.
   """
   rotary_dim = config.qk_rope_head_dim or int(config.head_dim * config.rotary_fraction)
   table = rope_table(positions, rotary_dim, config.rope_theta, config.yarn)
@@ -145,9 +154,10 @@ def trunk(
   indexers = params.get("indexer_layers")
   selection = no_selection(config, attend, *token_ids.shape)  # what sparse attention reads, from one layer to the next
 
-  def layer(state: tuple[jax.Array, Any, Any], inputs: tuple[Params, jax.Array]) -> tuple[tuple, None]:
+  def layer(state: tuple[jax.Array, Any, Any], inputs: tuple[Params, Params, jax.Array, jax.Array | None]):
     x, carry, selection = state
-    params, layer_index = inputs
+    params, lora, layer_index, replayed = inputs
+    params, routed = add_lora(params, lora, config.lora), None
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
     if config.kv_lora_rank:
       layer_attention = functools.partial(latent_attention, indexers=indexers, selection=selection)
@@ -157,23 +167,23 @@ def trunk(
     x = x + out
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
     if "moe" in params:
-      x = x + moe_feed_forward(params["moe"], normed, config, mesh, rules)
+      out, routed = moe_feed_forward(params["moe"], normed, config, mesh, rules, replayed)
     else:
-      x = x + feed_forward(params["mlp"], normed)
-    return (place(x, "batch", "sequence", None), carry, selection), None
+      out = feed_forward(params["mlp"], normed)
+    return (place(x + out, "batch", "sequence", None), carry, selection), routed
 
-  first_layer = 0
+  first_layer, routed = 0, None
   for name in ("dense_layers", "moe_layers"):
     if name in params:
       count = params[name]["mlp_norm"].shape[0]
       layer_indices = jnp.arange(first_layer, first_layer + count, dtype=jnp.int32)
+      replayed = None if routed_experts is None or name == "dense_layers" else jnp.moveaxis(routed_experts, 2, 0)
       step = rematerialize(layer, config.remat, straight=count == 1)
       shallow = count <= UNROLLED_LAYERS and config.remat == "none"
-      (x, carry, selection), _ = jax.lax.scan(
-        step, (x, carry, selection), (params[name], layer_indices), unroll=shallow
-      )
+      inputs = (params[name], lora_of(params, name), layer_indices, replayed)
+      (x, carry, selection), routed = jax.lax.scan(step, (x, carry, selection), inputs, unroll=shallow)
       first_layer += count
-  return rms_norm(x, params["final_norm"], config.rms_norm_eps), carry
+  return rms_norm(x, params["final_norm"], config.rms_norm_eps), carry, routed
 
 
 def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callable:

@@ -12,18 +12,18 @@ from jaxtyping import Array, Key
 from sao_jax.config import ModelConfig
 from sao_jax.models.linear import linear
 from sao_jax.models.policy import packed_trunk
+from sao_jax.models.router_bias import router_bias_paths
 from sao_jax.models.sparse_attention import indexer_paths
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import Params, ParamSpec, Specs, init_params, path_names
 from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 from sao_jax.types import TrajectoryBatch
 
-# All parameters of attention modules and of routers, by their names; a model has some of them.
+# All parameters of attention modules, by their names; a model has some of them.
 ATTENTION = (
   *("q", "k", "v", "o", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias"),
   *("q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b"),
 )
-ROUTER = ("router", "correction_bias")
 
 
 def value_param_specs(config: ModelConfig, num_outputs: int = 1, initializer: str = "zeros") -> Specs:
@@ -76,7 +76,7 @@ def frozen_value_paths(
   """The leaves of the value network that stay fixed during RL, by full name; nothing is matched by pattern.
 
   Attention means all parameters of the attention modules, their q/k norms and biases included, but not the norms before
-  them. The router's correction bias belongs to the router. The indexers of sparse attention never train.
+  them. The indexers of sparse attention and the correction biases of routers, which have no gradient, are always in it.
 
   Raises:
     ValueError: the model declares a parameter of attention that `ATTENTION` does not list.
@@ -86,11 +86,11 @@ def frozen_value_paths(
   unlisted = {name for name in declared if "/attention/" in name} - listed
   if unlisted:
     raise ValueError(f"no list says whether these parameters of attention can be frozen: {sorted(unlisted)}")
-  paths = set(indexer_paths(config))
+  paths = set(indexer_paths(config) | router_bias_paths(config))
   if attention:
     paths |= listed
   if router:
-    paths |= {f"moe_layers/moe/{name}" for name in ROUTER}
+    paths.add("moe_layers/moe/router")
   if embeddings:
     paths.add("embed")
   return frozenset(paths & declared)

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from sao_jax.parallel.params import Params
 
 
-def make_publish(target_shardings: Any | None, dtype: Any | None = None) -> Callable[[Params], Params]:
+def make_publish(
+  target_shardings: Any | None, dtype: Any | None = None, *, prepare: Callable[[Params], Params] = lambda params: params
+) -> Callable[[Params], Params]:
   """Returns `publish(params)`, a copy of `params` where and how the sampler wants it.
 
   The copy never shares a buffer with `params`: the train step donates that tree, and a sampler that held on to a part
@@ -20,6 +22,7 @@ def make_publish(target_shardings: Any | None, dtype: Any | None = None) -> Call
   Args:
     target_shardings: a sharding, or a tree of shardings, of the sampler's devices; None leaves the copy in place.
     dtype: of the copy: one for all floating leaves, or a tree with one for each; None keeps the dtypes.
+    prepare: makes what is copied from what trains; the sampler's tree may be another one.
   """
 
   def copy(leaf: jax.Array, dtype: Any | None = None) -> jax.Array:
@@ -28,6 +31,7 @@ def make_publish(target_shardings: Any | None, dtype: Any | None = None) -> Call
 
   @jax.jit
   def copy_tree(params: Params) -> Params:
+    params = prepare(params)
     if isinstance(dtype, dict):
       return jax.tree.map(copy, params, dtype)
     return jax.tree.map(lambda leaf: copy(leaf, dtype), params)

@@ -16,7 +16,7 @@ from typing import Any
 
 from sao_jax.errors import ConfigError
 from sao_jax.rollout.admission import AdmissionControl, Place
-from sao_jax.rollout.evidence import check_trajectory
+from sao_jax.rollout.evidence import Routing, check_trajectory
 from sao_jax.rollout.failures import Outcome
 from sao_jax.rollout.staleness import is_stale, mask_over_age, mask_truncated, token_lags
 from sao_jax.rollout.statistics import RolloutStatistics
@@ -55,6 +55,7 @@ class TrajectoryBuffer:
     max_staleness: int,
     staleness: str = "drop",
     train_truncated: bool = True,
+    routing: Routing | None = None,
     version: int = 0,
     make_batch: Callable[[list[Trajectory]], Any] = list,
     clock: Callable[[], float] = time.monotonic,
@@ -63,6 +64,8 @@ class TrajectoryBuffer:
 
     `max_staleness` is tau in policy versions, -1 for no bound; `staleness` is "drop" or "mask".
 
+    `routing` says which experts a trajectory must bring along, None: none.
+
     Without `train_truncated` (`algorithm.truncation="mask"`), trajectories that were cut are handed out masked wholly.
     """
     if staleness not in ("drop", "mask"):
@@ -70,7 +73,7 @@ class TrajectoryBuffer:
     self.admission, self.version = admission, version
     self.statistics = RolloutStatistics(clock)
     self._max_staleness, self._staleness, self._clock = max_staleness, staleness, clock
-    self._train_truncated, self._make_batch = train_truncated, make_batch
+    self._train_truncated, self._routing, self._make_batch = train_truncated, routing, make_batch
     self._changed = threading.Condition(admission.lock)
     self._queue: collections.deque[Trajectory] = collections.deque()
     self._training: collections.deque[_Batch] = collections.deque()
@@ -88,7 +91,7 @@ class TrajectoryBuffer:
     Raises:
       BadEvidence: it cannot be trained on; it stays in flight, and the caller's to settle.
     """
-    check_trajectory(trajectory)
+    check_trajectory(trajectory, self._routing)
     with self._changed:
       self.statistics.generated(trajectory)
       if self._is_stale(trajectory):

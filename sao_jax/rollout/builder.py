@@ -25,6 +25,8 @@ class TrajectoryBuilder:
     self._versions: list[np.ndarray] = []
     self._turn_starts: list[int] = []
     self._segment_starts: list[int] = []
+    self._experts: list[np.ndarray] = []
+    self._num_routed = 0  # tokens that have a row in there
     self._length = 0
     self._num_sampled = 0
 
@@ -47,6 +49,11 @@ class TrajectoryBuilder:
     """Actions so far."""
     return len(self._turn_starts)
 
+  @property
+  def num_unrouted(self) -> int:
+    """Tokens of the segment under way whose experts were not given yet."""
+    return min(self._length - self._num_routed, self.context_length)
+
   def append_prompt(self, token_ids: Int[np.ndarray, " n"]) -> None:
     """Starts the trajectory, or a new segment of it."""
     if not len(token_ids) or (self._length and not self._sampled_last):
@@ -55,9 +62,17 @@ class TrajectoryBuilder:
     self._append_unsampled(token_ids)
 
   def append_action(
-    self, token_ids: Int[np.ndarray, " n"], logprobs: Float[np.ndarray, " n"], policy_versions: Int[np.ndarray, " n"]
+    self,
+    token_ids: Int[np.ndarray, " n"],
+    logprobs: Float[np.ndarray, " n"],
+    policy_versions: Int[np.ndarray, " n"],
+    routed_experts: Int[np.ndarray, "m L k"] | None = None,
   ) -> None:
-    """Appends one sampled turn, its stop token included, with the evidence recorded when it was sampled."""
+    """Appends one sampled turn, its stop token included, with the evidence recorded when it was sampled.
+
+    `routed_experts` are those of all tokens of the segment without any so far, but for the last one, which
+    the sampler has not read. None in every turn: they are not recorded.
+    """
     if not self._length:
       raise ValueError("an action needs a prompt before it")
     if not len(token_ids) == len(logprobs) == len(policy_versions) > 0:
@@ -66,6 +81,8 @@ class TrajectoryBuilder:
       )
     if not np.isfinite(logprobs).all() or min(policy_versions) < 0:
       raise ValueError("sampled tokens need finite log-probs and versions >= 0")
+    if routed_experts is not None:
+      self._append_experts(routed_experts, len(token_ids))
     self._turn_starts.append(self._length)
     self._num_sampled += len(token_ids)
     self._append(token_ids, np.ones(len(token_ids), dtype=np.bool_), logprobs, policy_versions)
@@ -96,7 +113,22 @@ class TrajectoryBuilder:
       key=self._key,
       rollout_id=self._rollout_id,
       info=dict(info or {}),
+      routed_experts=self._all_experts() if self._experts else None,
     )
+
+  def _append_experts(self, routed_experts: np.ndarray, num_sampled: int) -> None:
+    wanted = self.num_unrouted + num_sampled - 1
+    if len(routed_experts) != wanted:
+      raise ValueError(f"the experts of {wanted} tokens are wanted, those of {len(routed_experts)} were given")
+    experts = np.array(routed_experts, dtype=np.int16)
+    skipped = self._length - self.num_unrouted - self._num_routed  # the end of an earlier segment
+    self._experts += [np.full((skipped, *experts.shape[1:]), -1, np.int16), experts]
+    self._num_routed += skipped + wanted
+
+  def _all_experts(self) -> Int[np.ndarray, "T L k"]:
+    """The experts of all tokens; -1 for those that the sampler has not read."""
+    missing = (self._length - self._num_routed, *self._experts[-1].shape[1:])
+    return np.concatenate([*self._experts, np.full(missing, -1, np.int16)])
 
   def _append_unsampled(self, token_ids: Int[np.ndarray, " n"]) -> None:
     n = len(token_ids)

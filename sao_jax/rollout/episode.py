@@ -26,7 +26,7 @@ from sao_jax.environments.base import (
 )
 from sao_jax.rewards.scalar import check_reward
 from sao_jax.rollout.builder import TrajectoryBuilder
-from sao_jax.rollout.evidence import check_completion
+from sao_jax.rollout.evidence import check_completion, check_routed_experts
 from sao_jax.rollout.failures import EnvironmentTimeout, PromptTooLong, UnexpectedFailure
 from sao_jax.sampler.requests import Completion, GenerateRequest
 from sao_jax.types import Status, Trajectory
@@ -141,7 +141,8 @@ async def run_episode(
     )
     completion = await generate(request)
     action_ids, logprobs, versions = check_completion(completion, cap, stop_ids)
-    builder.append_action(action_ids, logprobs, versions)
+    routed_experts = check_routed_experts(completion.routed_experts, builder.num_unrouted + len(action_ids) - 1)
+    builder.append_action(action_ids, logprobs, versions, routed_experts)
     if completion.finish_reason != "stop":
       status = limits.status_of_cut_action(builder, cap)
       break

@@ -7,7 +7,7 @@ Behaviour log-probs are never recomputed, zero-filled or repaired: a wrong one w
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -15,6 +15,21 @@ from jaxtyping import Bool, Float, Int
 from sao_jax.rollout.failures import BadEvidence
 from sao_jax.sampler.requests import Completion
 from sao_jax.types import Trajectory
+
+
+class Routing(NamedTuple):
+  """The experts that a trajectory brings along when the learner replays the sampler's routing.
+
+  Attributes:
+    num_layers: layers with experts.
+    num_active: experts of a token in each of them, all different.
+    num_experts: ids lie below it.
+  """
+
+  num_layers: int
+  num_active: int
+  num_experts: int
+
 
 # A token with log-prob -100 (p = 4e-44, below fp32's smallest number) cannot have been sampled: it is a sentinel.
 MIN_LOGPROB = -100.0
@@ -51,8 +66,26 @@ def check_completion(
   return ids.astype(np.int32), logprobs.astype(np.float32), versions.astype(np.int32)
 
 
-def check_trajectory(trajectory: Trajectory) -> None:
+def check_routed_experts(routed_experts: Any, length: int) -> Int[np.ndarray, "m L k"] | None:
+  """Returns the experts of `length` tokens of one turn as int16, or None where the sampler does not record them.
+
+  Raises:
+    BadEvidence: with the reason.
+  """
+  if routed_experts is None:
+    return None
+  array = np.asarray(routed_experts)
+  if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
+    raise BadEvidence("routed experts malformed", f"{array.dtype} of shape {array.shape}")
+  if len(array) != length:
+    raise BadEvidence("routed experts of another length", f"those of {length} tokens are wanted, got {len(array)}")
+  return array.astype(np.int16)
+
+
+def check_trajectory(trajectory: Trajectory, routing: Routing | None = None) -> None:
   """Checks a whole trajectory, whoever made it.
+
+  `routing` says which experts it must bring along; None: any it has are not looked at.
 
   Raises:
     BadEvidence: with the reason.
@@ -67,8 +100,25 @@ def check_trajectory(trajectory: Trajectory) -> None:
   _check_logprobs(trajectory.behavior_logprobs[mask])
   _check_versions(trajectory.policy_version[mask])
   _check_unsampled(trajectory, ~mask)
+  if routing is not None:
+    _check_routing(trajectory, routing)
   if not isinstance(trajectory.reward, float) or not math.isfinite(trajectory.reward):
     raise BadEvidence("reward not finite", f"{trajectory.reward!r:.80}")
+
+
+def _check_routing(trajectory: Trajectory, routing: Routing) -> None:
+  experts, shape = trajectory.routed_experts, (len(trajectory), routing.num_layers, routing.num_active)
+  if experts is None:
+    raise BadEvidence("routed experts missing", "the sampler did not record them")
+  if experts.shape != shape:
+    raise BadEvidence("routed experts of another shape", f"{experts.shape}, not {shape}")
+  recorded = (experts != -1).any(axis=(1, 2))
+  ids = np.sort(experts[recorded], axis=-1)
+  if (ids < 0).any() or (ids >= routing.num_experts).any() or (np.diff(ids, axis=-1) == 0).any():
+    raise BadEvidence("routed experts impossible", f"not {routing.num_active} of {routing.num_experts} experts")
+  before_sampled = np.append(trajectory.action_mask[1:], False)  # what the sampler has read for certain
+  if not recorded[before_sampled].all():
+    raise BadEvidence("routed experts missing", "of a token before a sampled one")
 
 
 def _flat(name: str, values: Any, kind: type[np.generic]) -> np.ndarray:

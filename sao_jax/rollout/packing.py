@@ -45,7 +45,11 @@ def check_buckets(config: RolloutConfig, context_length: int, multiple_of: int) 
 
 
 def pack(
-  trajectories: Sequence[Trajectory], row_lengths: Sequence[int], row_counts: Sequence[int], multiple_of: int = 1
+  trajectories: Sequence[Trajectory],
+  row_lengths: Sequence[int],
+  row_counts: Sequence[int],
+  multiple_of: int = 1,
+  routing: tuple[int, int] | None = None,
 ) -> TrajectoryBatch:
   """Packs trajectories, longest first, each into the fullest row that still holds it.
 
@@ -57,6 +61,7 @@ def pack(
     row_lengths: choices of T.
     row_counts: choices of B; multiples of `multiple_of`.
     multiple_of: micro-batches times data shards.
+    routing: (L, k) packs the routed experts too, -1 for trajectories without any; None leaves them out.
 
   Returns:
     A batch of numpy arrays [B, T].
@@ -74,7 +79,7 @@ def pack(
     rows = _best_fit([len(t) for t in ordered], length)
     counts = [count for count in row_counts if count >= len(rows)]
     if counts:
-      return _fill([[ordered[i] for i in row] for row in rows], min(counts), length)
+      return _fill([[ordered[i] for i in row] for row in rows], (min(counts), length), routing)
   raise ConfigError(
     "rollout.row_counts",
     f"{len(ordered)} trajectories with {sum(map(len, ordered))} tokens need {len(rows)} rows of {lengths[-1]}, "
@@ -85,7 +90,8 @@ def pack(
 
 def unpack(batch: TrajectoryBatch) -> Iterator[dict[str, np.ndarray]]:
   """Yields the fields of every trajectory, [length] each, row by row: the inverse of `pack`, for tests, inspection."""
-  fields = {field.name: np.asarray(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
+  fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+  fields = {name: np.asarray(values) for name, values in fields.items() if values is not None}
   for row, trajectory_ids in enumerate(fields["trajectory_ids"]):
     for trajectory in range(1, trajectory_ids.max(initial=0) + 1):
       inside = trajectory_ids == trajectory
@@ -128,8 +134,7 @@ def _best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
   return rows
 
 
-def _fill(rows: list[list[Trajectory]], row_count: int, row_length: int) -> TrajectoryBatch:
-  shape = (row_count, row_length)
+def _fill(rows: list[list[Trajectory]], shape: tuple[int, int], routing: tuple[int, int] | None) -> TrajectoryBatch:
   batch = TrajectoryBatch(
     token_ids=np.zeros(shape, dtype=np.int32),
     segment_ids=np.zeros(shape, dtype=np.int32),
@@ -141,6 +146,7 @@ def _fill(rows: list[list[Trajectory]], row_count: int, row_length: int) -> Traj
     policy_version=np.full(shape, -1, dtype=np.int32),
     rewards=np.zeros(shape, dtype=np.float32),
     truncated=np.zeros(shape, dtype=np.bool_),
+    routed_experts=None if routing is None else np.full((*shape, *routing), -1, dtype=np.int16),
   )
   for row, trajectories in enumerate(rows):
     start = segments = 0
@@ -158,6 +164,8 @@ def _fill(rows: list[list[Trajectory]], row_count: int, row_length: int) -> Traj
       batch.behavior_logprobs[at] = trajectory.behavior_logprobs
       batch.policy_version[at] = trajectory.policy_version
       batch.truncated[at] = trajectory.status.truncated
+      if routing is not None and trajectory.routed_experts is not None:
+        batch.routed_experts[at] = trajectory.routed_experts
       sampled = np.flatnonzero(trajectory.action_mask)
       if len(sampled):  # the last sampled token, which an observation may follow
         batch.rewards[row, start + sampled[-1]] = trajectory.reward

@@ -16,6 +16,8 @@ TOKEN_FIELDS = {
   "policy_version": np.int32,
 }
 
+EXPERTS = "routed_experts"  # of all trajectories or of none
+
 
 def trajectories_to_state(trajectories: list[Trajectory]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
   """Returns (one JSON record per trajectory, arrays [total tokens] of all of them, one behind the other).
@@ -37,7 +39,10 @@ def trajectories_to_state(trajectories: list[Trajectory]) -> tuple[list[dict[str
   ]
   if not trajectories:
     return records, {}
-  return records, {name: np.concatenate([getattr(t, name) for t in trajectories]) for name in TOKEN_FIELDS}
+  arrays = {name: np.concatenate([getattr(t, name) for t in trajectories]) for name in TOKEN_FIELDS}
+  if all(trajectory.routed_experts is not None for trajectory in trajectories):
+    arrays[EXPERTS] = np.concatenate([trajectory.routed_experts for trajectory in trajectories])
+  return records, arrays
 
 
 def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.ndarray]) -> list[Trajectory]:
@@ -57,6 +62,7 @@ def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.
         key=PromptKey(*record["key"]),
         rollout_id=record["rollout_id"],
         info=record["info"],
+        routed_experts=np.asarray(arrays[EXPERTS][start:end], dtype=np.int16) if EXPERTS in arrays else None,
         loss_mask=None if np.array_equal(trained, tokens["action_mask"]) else trained,
       )
     )

@@ -6,7 +6,7 @@ It knows slots and tokens; who waits for which slot is the scheduler's business.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 
 from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.errors import ConfigError
+from sao_jax.models.transformer import num_moe_layers
 from sao_jax.parallel.params import Params, path_name
 from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 from sao_jax.sampler import buckets, steps
@@ -39,10 +40,30 @@ class Dispatch:
 
   def fetch(
     self,
-  ) -> tuple[Int[np.ndarray, "N R"], Float[np.ndarray, "N R"], Bool[np.ndarray, "N R"], Bool[np.ndarray, " R"]]:
-    """Waits, and returns tokens, logprobs, emitted and overflow as host arrays."""
+  ) -> tuple[
+    Int[np.ndarray, "N R"],
+    Float[np.ndarray, "N R"],
+    Bool[np.ndarray, "N R"],
+    Bool[np.ndarray, " R"],
+    Int[np.ndarray, "N R L k"] | None,
+  ]:
+    """Waits, and returns tokens, logprobs, emitted, overflow and routed experts as host arrays."""
     outputs = jax.device_get(self.outputs)
-    return outputs.tokens, outputs.logprobs, outputs.emitted, outputs.overflow
+    return outputs.tokens, outputs.logprobs, outputs.emitted, outputs.overflow, outputs.routed_experts
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+  """One extend call of an engine that records experts, perhaps still running on the device."""
+
+  call: PrefillCall
+  routed_experts: jax.Array  # int16 [P, T, L, k]
+
+  def fetch(self) -> Iterator[tuple[int, int, Int[np.ndarray, "n L k"]]]:
+    """Waits, and yields slot, index in the context of the first token, and the experts of the tokens written."""
+    experts = jax.device_get(self.routed_experts)
+    for row, piece in enumerate(self.call.pieces):
+      yield piece.extension.slot, piece.start, experts[row, : piece.count]
 
 
 class Engine:
@@ -53,6 +74,7 @@ class Engine:
     version: its policy version.
     config: its sizes.
     vocab_size: token ids lie below it.
+    routing: (L, k), the shape of a token's routed experts; None: they are not recorded.
   """
 
   def __init__(
@@ -63,10 +85,13 @@ class Engine:
     *,
     seed: int,
     version: int = 0,
+    record_experts: bool = False,
     mesh: Mesh | None = None,
     rules: AxisRules = DEFAULT_RULES,
   ):
     """`params` must not be donated to anything while the engine holds them. On a mesh they are already sharded.
+
+    `record_experts` keeps which experts were used for every token; only for models with experts.
 
     Raises:
       ConfigError: sizes that cannot work.
@@ -75,6 +100,7 @@ class Engine:
     buckets.check_sampler_config(sampler_config, shards)
     self.params, self.version, self.vocab_size = params, version, model_config.vocab_size
     self.config, self._num_slots = sampler_config, sampler_config.num_slots
+    self.routing = (num_moe_layers(model_config), model_config.num_experts_per_token) if record_experts else None
     self._model_config, self._mesh, self._rules = model_config, mesh, dataclasses.replace(rules, sequence=None)
     self._key = jax.random.key(seed)
     self._rule = SamplingRule(top_p=sampler_config.top_p, top_k=sampler_config.top_k)
@@ -90,18 +116,19 @@ class Engine:
     """Slots per dispatch."""
     return self._decode_batches[-1]
 
-  def extend(self, extensions: Sequence[Extension]) -> None:
+  def extend(self, extensions: Sequence[Extension]) -> list[Prefill]:
     """Writes the tokens and starts the turns: a prompt, the next turn of a trajectory, a prefill after a publish.
 
-    Returns at once. A slot that was in use is taken over.
+    Returns at once: what is recorded of the calls, nothing if nothing is. A slot that was in use is taken over.
 
     Raises:
       ConfigError: tokens and budget do not fit into the cache; nothing is written then.
     """
     for extension in extensions:
       extension.check(self.config.context_length)
-    for call in plan_calls(extensions, self._lengths, self._prefixes, self._prefill_batches):
-      self._extend(call)
+    calls = plan_calls(extensions, self._lengths, self._prefixes, self._prefill_batches)
+    prefills = [Prefill(call, self._extend(call)) for call in calls]
+    return prefills if self.routing else []
 
   def decode(self, num_steps: int, lengths: Mapping[int, int]) -> Dispatch:
     """Starts up to `num_steps` ≤ decode_steps steps and returns at once; a slot stops by itself when its turn ends.
@@ -162,21 +189,24 @@ class Engine:
       rule=self._rule,
       window=window,
       max_steps=self.config.decode_steps,
+      record_experts=self.routing is not None,
       mesh=self._mesh,
       rules=self._rules,
     )
     return Dispatch(slots=slots, version=self.version, outputs=outputs)
 
-  def _extend(self, call: PrefillCall) -> None:
-    self._state = steps.extend(
+  def _extend(self, call: PrefillCall) -> jax.Array | None:
+    self._state, routed_experts = steps.extend(
       self.params,
       self._state,
       *call.arrays(self._num_slots),
       config=self._model_config,
       window=call.window,
+      record_experts=self.routing is not None,
       mesh=self._mesh,
       rules=self._rules,
     )
+    return routed_experts
 
 
 def _leaf_types(params: Params) -> dict[str, str]:

@@ -48,12 +48,16 @@ class Completion:
     policy_versions: int32, of the weights that sampled the token.
     finish_reason: "stop": a stop token; "length": max_tokens; "context": the context is full, perhaps before the first
       token.
+    routed_experts: int16 [m, L, k], the experts used for the m tokens of the session that were read since its last
+      turn, new ones and sampled ones in order, all but the last sampled one, which nothing has read yet. None: not
+      recorded.
   """
 
   token_ids: Int[ndarray, " n"]
   logprobs: Float[ndarray, " n"]
   policy_versions: Int[ndarray, " n"]
   finish_reason: str
+  routed_experts: Int[ndarray, "m L k"] | None = None
 
 
 class SessionReleasedError(RuntimeError):

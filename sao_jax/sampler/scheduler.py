@@ -12,7 +12,7 @@ import numpy as np
 
 from sao_jax.errors import ConfigError
 from sao_jax.parallel.params import Params
-from sao_jax.sampler.engine import Dispatch, Engine
+from sao_jax.sampler.engine import Dispatch, Engine, Prefill
 from sao_jax.sampler.requests import GenerateRequest, SessionReleasedError, request_problem
 from sao_jax.sampler.session import OnDone, Session, Turn
 
@@ -65,7 +65,7 @@ class Scheduler:
     self._returning: collections.deque[Session] = collections.deque()  # parked, with a turn
     self._fresh: collections.deque[Session] = collections.deque()  # first turns
     self._decoding: list[Session] = []
-    self._started: collections.deque[tuple[Dispatch, list[tuple[int, Session, Turn]]]] = collections.deque()
+    self._started: collections.deque[tuple[int, Callable[[], None]]] = collections.deque()  # (tick, how to read it)
     self._published: tuple[Params, int] | None = None
     self._error: BaseException | None = None
     self._ticks = 0
@@ -128,11 +128,10 @@ class Scheduler:
     if self._published is not None:
       self._apply_publish()
     self._fill_slots()
-    before = len(self._started)
     self._start_dispatches()
     worked = worked or bool(self._started)
-    for _ in range(before):
-      self._read_dispatch()
+    while self._started and self._started[0][0] < self._ticks:
+      self._read_next()
     return worked
 
   def fail(self, error: BaseException) -> None:
@@ -186,7 +185,7 @@ class Scheduler:
     reprefill = self._engine.config.kv_after_publish == "reprefill"
     if reprefill:
       while self._started:
-        self._read_dispatch()
+        self._read_next()
     self._engine.publish(params, version)
     self._counters.publishes += 1
     if reprefill:
@@ -210,7 +209,9 @@ class Scheduler:
     if sessions:
       extensions = [session.extension() for session in sessions]
       self._counters.prefilled_tokens += sum(len(extension.token_ids) - 1 for extension in extensions)
-      self._engine.extend(extensions)
+      by_slot = {session.slot: session for session in sessions}
+      for prefill in self._engine.extend(extensions):
+        self._started.append((self._ticks, functools.partial(self._read_prefill, prefill, by_slot)))
 
   def _park_longest_idle(self) -> bool:
     idle = [session for session in self._sessions.values() if session.turn is None and session.slot is not None]
@@ -237,16 +238,23 @@ class Scheduler:
     dispatch = self._engine.decode(num_steps, {session.slot: session.written for session in sessions})
     by_slot = {session.slot: session for session in sessions}
     rows = [(row, by_slot[slot], by_slot[slot].turn) for row, slot in enumerate(dispatch.slots) if slot in by_slot]
-    self._started.append((dispatch, rows))
+    self._started.append((self._ticks, functools.partial(self._read_dispatch, dispatch, rows)))
     self._counters.dispatches += 1
     for session in sessions:
       session.count_steps(num_steps)
       if not session.turn.steps_left and not session.turn.request.keep_slot:
         self._free_slot(session)
 
-  def _read_dispatch(self) -> None:
-    dispatch, rows = self._started.popleft()
-    tokens, logprobs, emitted, overflow = dispatch.fetch()
+  def _read_next(self) -> None:
+    _, read = self._started.popleft()
+    read()
+
+  def _read_prefill(self, prefill: Prefill, by_slot: dict[int, Session]) -> None:
+    for slot, start, experts in prefill.fetch():
+      by_slot[slot].record_experts(start, experts)
+
+  def _read_dispatch(self, dispatch: Dispatch, rows: list[tuple[int, Session, Turn]]) -> None:
+    tokens, logprobs, emitted, overflow, experts = dispatch.fetch()
     if any(overflow[row] for row, _, _ in rows):
       raise RuntimeError("a slot overflowed its KV cache: the budgets of the scheduler and the engine disagree")
     counts = emitted.sum(axis=0)
@@ -256,6 +264,8 @@ class Scheduler:
     for row, session, turn in rows:
       count = int(counts[row])
       if count and session.turn is turn:  # a released turn is nobody's any more
+        if experts is not None:
+          session.record_experts(len(session.token_ids) - 1, experts[:count, row])
         session.append(tokens[row][:count], logprobs[row][:count], dispatch.version)
         if turn.finished:
           self._finish(session)
@@ -270,7 +280,7 @@ class Scheduler:
     else:
       self._free_slot(session)
       self._sessions.pop(turn.request.session_id, None)
-    turn.on_done(turn.completion())
+    turn.on_done(turn.completion(session.take_experts(self._engine.routing)))
 
   def _free_slot(self, session: Session) -> None:
     if session.slot is not None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
+from jaxtyping import Int
 
 from sao_jax.sampler.prefill import Extension
 from sao_jax.sampler.requests import Completion, GenerateRequest
@@ -41,7 +42,7 @@ class Turn:
     """Has the device ended the turn, as far as was read back?"""
     return len(self.token_ids) == self.budget or bool(self.token_ids and self.token_ids[-1] in self.request.stop_ids)
 
-  def completion(self) -> Completion:
+  def completion(self, routed_experts: Int[np.ndarray, "m L k"] | None) -> Completion:
     """What the caller gets."""
     if self.token_ids and self.token_ids[-1] in self.request.stop_ids:
       reason = "stop"
@@ -52,6 +53,7 @@ class Turn:
       logprobs=np.array(self.logprobs, np.float32),
       policy_versions=np.array(self.versions, np.int32),
       finish_reason=reason,
+      routed_experts=routed_experts,
     )
 
 
@@ -67,6 +69,8 @@ class Session:
     written: tokens of the slot whose keys and values are valid, at most (exact between turns).
     turn: the running request, None while the environment works.
     idle_since: the tick at which the last turn ended.
+    num_routed: tokens of the context whose experts are known.
+    routed_experts: of those tokens, what no completion has handed out yet.
   """
 
   rollout_id: int
@@ -76,11 +80,13 @@ class Session:
   written: int = 0
   turn: Turn | None = None
   idle_since: int = 0
+  num_routed: int = 0
+  routed_experts: list[np.ndarray] = dataclasses.field(default_factory=list)
 
   def begin_context(self) -> None:
     """Forgets the tokens; what the slot holds is written over."""
     self.random_offset += len(self.token_ids)
-    self.token_ids, self.written = [], 0
+    self.token_ids, self.written, self.num_routed = [], 0, 0
 
   def extension(self) -> Extension:
     """Everything that the slot does not hold yet, and the rest of the turn; `written` and `steps_left` follow."""
@@ -103,6 +109,22 @@ class Session:
     steps = min(num_steps, self.turn.steps_left)
     self.turn.steps_left -= steps
     self.written += steps
+
+  def record_experts(self, start: int, experts: Int[np.ndarray, "n L k"]) -> None:
+    """Keeps the experts of the tokens from index `start` on; what was used first counts, at a later prefill too."""
+    if self.num_routed < start:
+      raise RuntimeError(f"the experts of tokens {self.num_routed} to {start} of rollout {self.rollout_id} are missing")
+    new = experts[self.num_routed - start :]
+    if len(new):
+      self.routed_experts.append(new)
+      self.num_routed += len(new)
+
+  def take_experts(self, shape: tuple[int, int] | None) -> Int[np.ndarray, "m L k"] | None:
+    """What no completion has handed out yet, `shape` for every token; None: not recorded."""
+    if shape is None:
+      return None
+    taken, self.routed_experts = self.routed_experts, []
+    return np.concatenate([np.zeros((0, *shape), np.int16), *taken])
 
   def append(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
     """Adds tokens that were read back."""

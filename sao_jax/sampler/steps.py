@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.transformer import Attend, head_logits, trunk
+from sao_jax.models.transformer import Attend, head_logits, num_moe_layers, trunk
 from sao_jax.parallel.params import Params
 from sao_jax.parallel.rules import AxisRules
 from sao_jax.sampler.attend import cached_attend
@@ -30,15 +30,20 @@ class DecodeOutputs:
     logprobs: float32 [N, R].
     emitted: bool [N, R]; True where the row really sampled a token. Of a row, a prefix of the steps.
     overflow: bool [R].
+    routed_experts: int16 [N, R, L, k], the experts used for the token that each step read: the one before the token
+      that it sampled. None: not recorded.
   """
 
   tokens: Int[Array, "N R"]
   logprobs: Float[Array, "N R"]
   emitted: Bool[Array, "N R"]
   overflow: Bool[Array, " R"]
+  routed_experts: Int[Array, "N R L k"] | None
 
 
-@functools.partial(jax.jit, static_argnames=("config", "window", "mesh", "rules"), donate_argnames="state")
+@functools.partial(
+  jax.jit, static_argnames=("config", "window", "record_experts", "mesh", "rules"), donate_argnames="state"
+)
 def extend(
   params: Params,
   state: EngineState,
@@ -49,10 +54,13 @@ def extend(
   *,
   config: ModelConfig,
   window: int,
+  record_experts: bool = False,
   mesh: Mesh | None,
   rules: AxisRules,
-) -> EngineState:
+) -> tuple[EngineState, Int[Array, "P T L k"] | None]:
   """Writes keys and values of new tokens behind what the slots hold. Samples nothing.
+
+  With `record_experts` the second result tells which experts were used for the tokens, int16.
 
   Args:
     params: the policy.
@@ -64,6 +72,7 @@ def extend(
       new token.
     config: static.
     window: static, at least the largest of those lengths (0: all prompts are fresh).
+    record_experts: static; for models with experts.
     mesh: static.
     rules: static.
   """
@@ -75,15 +84,18 @@ def extend(
   past = read_window(state.cache, slots, window)
   new = empty_cache(config, token_ids.shape[0], length, cache_dtype(state.cache))
   attend = _attend(config, past, starts, 0, length)
-  new = trunk(params, config, token_ids, positions, attend=attend, carry=new, mesh=mesh, rules=rules)[1]
+  _, new, routed = trunk(params, config, token_ids, positions, attend=attend, carry=new, mesh=mesh, rules=rules)
   update = update.replace(lengths=starts + counts, active=update.active & ~overflow, overflow=overflow)
   shardings = None if mesh is None else state_shardings(state, mesh, rules).cache
   cache = update_slots(state.cache, new, slots, starts, counts, fresh=not window, shardings=shardings)
-  return place_state(EngineState(cache=cache, slots=_put_rows(state.slots, slots, update)), mesh, rules)
+  experts = jnp.moveaxis(routed.experts, 0, 2).astype(jnp.int16) if record_experts else None
+  return place_state(EngineState(cache=cache, slots=_put_rows(state.slots, slots, update)), mesh, rules), experts
 
 
 @functools.partial(
-  jax.jit, static_argnames=("config", "rule", "window", "max_steps", "mesh", "rules"), donate_argnames="state"
+  jax.jit,
+  static_argnames=("config", "rule", "window", "max_steps", "record_experts", "mesh", "rules"),
+  donate_argnames="state",
 )
 def decode(
   params: Params,
@@ -96,6 +108,7 @@ def decode(
   rule: SamplingRule,
   window: int,
   max_steps: int,
+  record_experts: bool = False,
   mesh: Mesh | None,
   rules: AxisRules,
 ) -> tuple[EngineState, DecodeOutputs]:
@@ -111,6 +124,7 @@ def decode(
     rule: static.
     window: static, at least the length of every active slot among `slots`.
     max_steps: static.
+    record_experts: static; for models with experts.
     mesh: static.
     rules: static.
   """
@@ -122,11 +136,13 @@ def decode(
   new = empty_cache(config, slots.shape[0], max_steps, cache_dtype(state.cache))
   uniforms = slot_uniforms(key, first.rollout_id, first.random_offset + first.lengths + 1, max_steps)
   shape = (max_steps, slots.shape[0])
+  routing = (num_moe_layers(config), config.num_experts_per_token)
   outputs = DecodeOutputs(
     tokens=jnp.zeros(shape, jnp.int32),
     logprobs=jnp.zeros(shape, jnp.float32),
     emitted=jnp.zeros(shape, jnp.bool_),
     overflow=jnp.zeros(shape[1:], jnp.bool_),
+    routed_experts=jnp.full((*shape, *routing), -1, jnp.int16) if record_experts else None,
   )
 
   def unfinished(carry) -> jax.Array:
@@ -136,7 +152,7 @@ def decode(
   def one_step(carry):
     step, rows, new, outputs = carry
     attend = _attend(config, past, first.lengths, step, max_steps)
-    hidden, new = trunk(
+    hidden, new, routed = trunk(
       params,
       config,
       rows.pending_token[:, None],
@@ -154,6 +170,9 @@ def decode(
       logprobs=outputs.logprobs.at[step].set(logprobs),
       emitted=outputs.emitted.at[step].set(emitted),
     )
+    if record_experts:
+      experts = jnp.moveaxis(routed.experts[:, :, 0], 0, 1).astype(jnp.int16)
+      outputs = outputs.replace(routed_experts=outputs.routed_experts.at[step].set(experts))
     return step + 1, rows, new, outputs
 
   _, last, new, outputs = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), first, new, outputs))

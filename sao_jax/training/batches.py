@@ -8,8 +8,11 @@ from typing import NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
+from sao_jax.config import RunConfig
+from sao_jax.models.transformer import num_moe_layers
 from sao_jax.parallel.process import data_process_count
 from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.rollout.evidence import Routing
 from sao_jax.rollout.packing import pack, shard_batch
 from sao_jax.training.setup import Learner, rows_multiple
 from sao_jax.types import Trajectory, TrajectoryBatch
@@ -34,18 +37,34 @@ def packed_batch(learner: Learner, trajectories: Sequence[Trajectory]) -> Batch:
     ConfigError: no bucket holds them.
   """
   rollout = learner.config.rollout
-  rows = pack(trajectories, rollout.row_lengths, rollout.row_counts, rows_multiple(learner))
+  rows = _packed_rows(learner, trajectories, rollout.row_lengths, rollout.row_counts)
   return Batch(list(trajectories), shard_batch(rows, learner.mesh))
+
+
+def replayed_routing(config: RunConfig) -> Routing | None:
+  """Which experts trajectories bring along for the policy to use; None: none (`algorithm.router_replay`)."""
+  model = config.model
+  if not config.algorithm.router_replay:
+    return None
+  return Routing(num_moe_layers(model), model.num_experts_per_token, model.num_experts)
 
 
 def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
   """Shapes, dtypes and shardings of every batch that `packed_batch` can make: each row length with each row count."""
-  rollout, multiple = learner.config.rollout, rows_multiple(learner)
+  rollout = learner.config.rollout
   sharding = NamedSharding(learner.mesh, DEFAULT_RULES.spec("batch", "sequence"))
   processes = data_process_count()
   for length in sorted(set(rollout.row_lengths)):
     for count in sorted(set(rollout.row_counts)):
       yield jax.tree.map(
-        lambda rows: jax.ShapeDtypeStruct((rows.shape[0] * processes, rows.shape[1]), rows.dtype, sharding=sharding),
-        pack([], (length,), (count,), multiple),
+        lambda rows: jax.ShapeDtypeStruct((rows.shape[0] * processes, *rows.shape[1:]), rows.dtype, sharding=sharding),
+        _packed_rows(learner, [], (length,), (count,)),
       )
+
+
+def _packed_rows(
+  learner: Learner, trajectories: Sequence[Trajectory], row_lengths: Sequence[int], row_counts: Sequence[int]
+) -> TrajectoryBatch:
+  routing = replayed_routing(learner.config)
+  shape = routing and (routing.num_layers, routing.num_active)
+  return pack(trajectories, row_lengths, row_counts, rows_multiple(learner), shape)

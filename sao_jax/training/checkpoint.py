@@ -170,7 +170,12 @@ class Checkpointer:
 
 
 def load_params(
-  directory: str | os.PathLike, which: str = "policy", abstract: PyTree | None = None, *, step: int | None = None
+  directory: str | os.PathLike,
+  which: str = "policy",
+  abstract: PyTree | None = None,
+  *,
+  step: int | None = None,
+  optional: str | None = None,
 ) -> PyTree:
   """Loads one network's parameters from a checkpoint directory, as a start for another run (`model.checkpoint`).
 
@@ -179,6 +184,7 @@ def load_params(
     which: "policy" or "critic".
     abstract: their shapes, dtypes and shardings; by default as stored, on the first device.
     step: which checkpoint; by default the newest.
+    optional: a name at the top of `abstract` that the result lacks when the checkpoint lacks it.
 
   Raises:
     ConfigError: when there is no such checkpoint or network, or it is of another model.
@@ -190,7 +196,7 @@ def load_params(
       steps = [found for found in manager.all_steps() if step in (None, found)]
       try:
         if steps:
-          return _read_network(manager, max(steps), which, abstract, f"{directory}, step {max(steps)}")
+          return _read_network(manager, max(steps), which, abstract, f"{directory}, step {max(steps)}", optional)
       except ConfigError:
         raise
       except _UNREADABLE as error:
@@ -213,10 +219,19 @@ def load_host_state(directory: str | os.PathLike, step: int) -> Any:
     return manager.restore(step, args=ocp.args.Composite(**{_HOST: HostStateRestore()}))[_HOST]
 
 
-def _read_network(manager: ocp.CheckpointManager, step: int, which: str, abstract: PyTree | None, where: str) -> PyTree:
+def _read_network(
+  manager: ocp.CheckpointManager,
+  step: int,
+  which: str,
+  abstract: PyTree | None,
+  where: str,
+  optional: str | None = None,
+) -> PyTree:
   stored = _stored_leaves(manager, step).get(which)
   if stored is None:
     raise ConfigError("model.checkpoint", f"there is no {which} in {where}.", "Name a run that trained one.")
+  if optional and abstract is not None and not any(name.startswith(f"{optional}/") for name in stored):
+    abstract = {name: tree for name, tree in abstract.items() if name != optional}
   leaves = stored if abstract is None else flatten(abstract)
   check_same_leaves(stored, leaves, which, where, same_dtype=False)
   restored = manager.restore(step, args=ocp.args.Composite(**{which: _restore_args(leaves)}))[which]

@@ -42,6 +42,7 @@ _POSITIVE = {
 _NOT_NEGATIVE = {
   "model": "num_experts d_ff_shared num_dense_layers kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim "
   "v_head_dim index_topk index_num_heads index_head_dim",
+  "model.lora": "rank",
   "algorithm": "critic_warmup_steps",
   "rollout": "admission_staleness environment_retries max_in_flight",
   "sft": "steps",
@@ -65,7 +66,9 @@ INTERVALS: dict[str, str] = {
   "model.yarn.beta_fast": "(0, inf)",
   "model.yarn.beta_slow": "(0, inf)",
   "model.yarn.attention_factor": "[0, inf)",
+  "model.lora.alpha": "(0, inf)",
   "model.rms_norm_eps": "(0, inf)",
+  "algorithm.router_bias_update": "[0, inf)",
   "model.initializer_range": "(0, inf)",
   "sampler.temperature": "[0, inf)",
   "rollout.environment_timeout": "(0, inf)",

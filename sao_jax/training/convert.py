@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.models.hf_export import TOKENIZER_FILES, beyond_trunk, export_policy, export_value
 from sao_jax.models.hf_folder import CONFIG, SINGLE, HFFolder
 from sao_jax.models.hf_import import import_policy
+from sao_jax.models.lora import merge_lora
 from sao_jax.models.safetensors_file import write_file
 from sao_jax.models.transformer import param_specs
 from sao_jax.models.value import value_param_specs
@@ -82,10 +84,22 @@ def to_hf(
   source = next(filter(None, map(base_folder, places)), None)
   if base and source is None:
     raise ConfigError("--base", f"{base} is no Hugging Face folder.", "Name the one that the model started from.")
+  if source is None and run and run.checkpoint and not pathlib.Path(run.checkpoint).exists():
+    raise ConfigError(
+      "--base", f"the run started from {run.checkpoint}, which is not there.", "Pass --base, or call from where it was."
+    )
   if source is None and run is None:
     raise ConfigError("--checkpoint", f"nothing tells the model's shape in {checkpoint}.", "Pass --base.")
   model = source.model_config() if source else run
   params = load_params(checkpoint, network, step=step)
+  if "lora" in params:
+    if run is None:
+      raise ConfigError(
+        "--checkpoint",
+        f"{checkpoint} holds LoRA's factors, and nothing beside it tells their scale.",
+        f"Leave it where {RUN_CONFIG} of its run lies.",
+      )
+    params = jax.jit(functools.partial(merge_lora, config=run.lora, keep_dtype=True))(params)
   specs = param_specs(model) if network == "policy" else value_param_specs(model, params["value_head"].shape[-1])
   check_same_leaves(flatten(params), flatten(abstract_params(specs)), network, str(checkpoint), same_dtype=False)
   logging.info("Exporting the %s in %s%s.", network, checkpoint, f", as {source.path}" if source else "")

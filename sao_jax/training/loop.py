@@ -24,15 +24,16 @@ from sao_jax.training.episodes import check_prompts, record_episode
 from sao_jax.training.evaluation import Evaluation
 from sao_jax.training.heap import settled_heap
 from sao_jax.training.interrupt import Interrupt, Interrupted
-from sao_jax.training.metrics import DelayedFetch, MetricsWriter, evaluated_versions
+from sao_jax.training.metrics import DelayedFetch, MetricsWriter, drop_lines_after, evaluated_versions
 from sao_jax.training.pinned_evaluation import PinnedEvaluation
 from sao_jax.training.progress import Progress
 from sao_jax.training.record import Record
+from sao_jax.training.report import EPISODES_FILE
 from sao_jax.training.rollouts import POLL, StepMetrics, make_rollout_loop, take
 from sao_jax.training.sampling import make_service
 from sao_jax.training.setup import Learner, abstract_state, make_learner, make_publisher, rows_multiple
 from sao_jax.training.validation import validate
-from sao_jax.types import TrainState
+from sao_jax.types import TrainState, Trajectory
 
 COMPILING_STEPS = 2  # after so many steps of a process everything is compiled, for the rest of the run
 
@@ -108,15 +109,21 @@ class _Run:
     """Trains from `step` to the end of the phase."""
     config, phase, first_step = self.config, self.phase, step
     published, version = self.publish(state.policy.params), phase.version(step)
-    deterministic = config.rollout.deterministic
+    deterministic, restored_step = config.rollout.deterministic, None if host_state is None else step
     record = Record(self.workdir, phase.name)
     record.forget_after(step)
+    drop_lines_after(self.workdir / EPISODES_FILE, phase.name, restored_step)
     with (
       CompiledSteps(self.learner, phase.kinds(step)) as train_step,
-      MetricsWriter(self.workdir, phase.name, restored_step=None if host_state is None else step) as writer,
+      MetricsWriter(self.workdir, phase.name, restored_step=restored_step) as writer,
       Progress(phase.name, total=phase.steps, start=step) as progress,
       make_service(
-        config, published, seed=phases.sampler_seed(config, phase.name), version=version, warm_up=True
+        config,
+        published,
+        seed=phases.sampler_seed(config, phase.name),
+        version=version,
+        warm_up=True,
+        record_experts=config.algorithm.router_replay,
       ) as service,
       PinnedEvaluation(config, self.interrupt) as pinned,
       settled_heap(),
@@ -132,6 +139,7 @@ class _Run:
       rollouts.start()
       consistent = True  # whether `state` and `rollouts` are those of `step`, so that they can be saved
       delayed = DelayedFetch()
+      unrecorded: Trajectory | None = None  # an episode of the last step, unless one of it is recorded
       try:
         step_metrics = StepMetrics(rollouts)
         while step < phase.steps and not self.plateaued(step):
@@ -160,10 +168,15 @@ class _Run:
           self.collect(pinned, writer, rollouts, wait=evaluates or (saves and pinned.version != version))
           if evaluates and pinned.version is None:
             pinned.start(published, version, step)
+          unrecorded = batch.trajectories[0]
+          if saves or step == 1 or step % max(1, phase.steps // 3) == 0:
+            record_episode(config, self.workdir, phase.name, step, unrecorded)
+            unrecorded = None
           if saves:
             self.log(delayed.flush(), writer, progress)
-            record_episode(config, self.workdir, step, batch.trajectories[0])
             self.save(step, state, rollouts)
+        if unrecorded is not None:
+          record_episode(config, self.workdir, phase.name, step, unrecorded)
         self.log(delayed.flush(), writer, progress)
         self.collect(pinned, writer, rollouts, wait=True)
       except Exception:
@@ -215,14 +228,13 @@ class _Run:
     version, success = self.evaluation.policy_version, self.evaluation.success
     writer.write(step, self.evaluation.metrics() | {"policy_version": version})
     for trajectory in self.evaluation.trajectories[:1]:
-      record_episode(self.config, self.workdir, step, trajectory)
+      record_episode(self.config, self.workdir, self.phase.name, step, trajectory)
     self.latest["success"] = success.rate
     logging.info("Version %d: held-out success %s.", version, success)
 
   def plateaued(self, step: int) -> bool:
-    """Whether value pretraining may end; looks at what is known one step late, saved and resumed or not."""
-    known = self.explained_variance[: max(step - 1, 0)]
-    return self.phase.until_plateau and phases.plateaued(self.config, known)
+    """Whether value pretraining may end."""
+    return self.phase.until_plateau and phases.plateaued(self.config, step, self.explained_variance)
 
   def log(self, fetched, writer: MetricsWriter, progress: Progress) -> None:
     """Writes the metrics of steps that have finished."""

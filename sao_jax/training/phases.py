@@ -14,12 +14,14 @@ from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.models.hf_folder import is_hf_folder
 from sao_jax.models.hf_import import import_policy
+from sao_jax.models.lora import merge_lora
 from sao_jax.models.value import value_params_from_policy
 from sao_jax.training.checkpoint import Checkpointer, load_host_state, load_params
-from sao_jax.training.setup import Learner, init_policy_params, make_state, sharded_specs
+from sao_jax.training.setup import Learner, add_fresh_lora, init_policy_params, make_state, sharded_specs
 from sao_jax.types import PyTree, TrainState
 
 PHASES = SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"
+BASE = "base"  # no phase: what model.checkpoint names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +83,18 @@ def sampler_seed(config: RunConfig, phase: str) -> int:
   return _derived_seed(config, phase, 1 + jax.process_index())
 
 
-def plateaued(config: RunConfig, explained_variance: Sequence[float]) -> bool:
-  """Whether value pretraining may end, from the explained variance of all its steps so far."""
+def plateaued(config: RunConfig, step: int, explained_variance: Sequence[float]) -> bool:
+  """Whether value pretraining may end after `step` steps, from the explained variance of each.
+
+  Looks at what is known one step late, so that it says the same of a run that was saved and resumed.
+  """
   settings = config.value_pretraining
   window = settings.plateau_window
-  if len(explained_variance) < max(settings.min_steps, 2 * window):
+  known = explained_variance[: max(step - 1, 0)]
+  if len(known) < max(settings.min_steps, 2 * window):
     return False
-  recent = np.asarray(explained_variance[-window:], np.float64)
-  before = np.asarray(explained_variance[-2 * window : -window], np.float64)
+  recent = np.asarray(known[-window:], np.float64)
+  before = np.asarray(known[-2 * window : -window], np.float64)
   if not (np.isfinite(recent).any() and np.isfinite(before).any()):  # undefined where all rewards are equal
     return False
   return bool(np.nanmean(recent) - np.nanmean(before) < settings.plateau_gain)
@@ -109,33 +115,56 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
     folders.append(pathlib.Path(config.model.checkpoint))
   for folder in folders:
     if is_hf_folder(folder):
-      return import_policy(folder, config.model, learner.mesh)
+      logging.info("The policy starts from %s.", folder)
+      return add_fresh_lora(learner, import_policy(folder, config.model, learner.mesh), config.training.seed)
     if latest_step(folder) is not None or folder == pathlib.Path(config.model.checkpoint):
       logging.info("The policy starts from %s.", folder)
-      return load_params(folder, "policy", sharded_specs(learner.policy_specs, learner.mesh))
+      return _load_policy(learner, folder)
   logging.info("The policy starts from random parameters (seed %d).", config.training.seed)
   return init_policy_params(learner, config.training.seed)
 
 
-def _warn_of_unfinished(config: RunConfig, workdir: pathlib.Path) -> None:
+def _load_policy(learner: Learner, folder: pathlib.Path, step: int | None = None) -> PyTree:
+  """The policy of a folder of checkpoints, the newest or that of `step`; LoRA may have trained it, or begin now."""
+  abstract = sharded_specs(learner.policy_specs, learner.mesh)
+  params = load_params(folder, "policy", abstract, step=step, optional="lora")
+  return add_fresh_lora(learner, params, learner.config.training.seed)
+
+
+def _warn_of_unfinished_sft(config: RunConfig, workdir: pathlib.Path) -> None:
   step = latest_step(workdir / SFT)
   if step is not None and step < config.sft.steps:
     logging.warning("SFT stopped at step %d of %d: run launch.sft again to finish it.", step, config.sft.steps)
+
+
+def _warn_of_unfinished_value_pretraining(config: RunConfig, workdir: pathlib.Path) -> None:
+  step, most = latest_step(workdir / VALUE_PRETRAINING), config.value_pretraining.max_steps
+  if step is None or step >= most:
+    return
+  if not plateaued(config, step, load_host_state(workdir / VALUE_PRETRAINING, step)["explained_variance"]):
+    logging.warning(
+      "Value pretraining stopped at step %d of at most %d, before explained variance plateaued: run "
+      "launch.pretrain_value again to finish it.",
+      step,
+      most,
+    )
 
 
 def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: Phase) -> TrainState:
   """The train state at step 0 of a phase: networks from the phases before it, fresh optimisers."""
   earlier = [SFT] if phase.name == VALUE_PRETRAINING else [VALUE_PRETRAINING, SFT]
   policy = initial_policy(config, learner, workdir, earlier)
-  _warn_of_unfinished(config, workdir)
+  _warn_of_unfinished_sft(config, workdir)
   num_outputs = learner.value_specs["value_head"].shape[-1]
   if phase.name == TRAIN and latest_step(workdir / VALUE_PRETRAINING) is not None:
     critic = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(learner.value_specs, learner.mesh))
+    _warn_of_unfinished_value_pretraining(config, workdir)
   else:
     if phase.name == TRAIN:
       logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")
     key = jax.random.key(config.training.seed)
-    critic = value_params_from_policy(policy, config.model, num_outputs, config.algorithm.value_head_initializer, key)
+    merged = merge_lora(policy, config.model.lora, keep_dtype=True)
+    critic = value_params_from_policy(merged, config.model, num_outputs, config.algorithm.value_head_initializer, key)
   return make_state(learner, policy, critic)
 
 
@@ -148,7 +177,7 @@ def latest_policy(
     config: the run's configuration.
     learner: its static half.
     workdir: of the run.
-    phase: "train" or "sft"; by default the newest that has a checkpoint.
+    phase: "train" or "sft"; "base" for what model.checkpoint names; by default the first of these that there is.
 
   Returns:
     The parameters on the learner's mesh, their policy version, and the phase they come from.
@@ -156,14 +185,17 @@ def latest_policy(
   Raises:
     ConfigError: when there is no checkpoint.
   """
-  abstract = sharded_specs(learner.policy_specs, learner.mesh)
-  for name in (phase,) if phase else (TRAIN, SFT):
+  for name in {"": (TRAIN, SFT), BASE: ()}.get(phase, (phase,)):
     step = latest_step(workdir / name)
     if step is not None:
       version = load_host_state(workdir / name, step)["policy_version"] if name == TRAIN else 0
-      return load_params(workdir / name, "policy", abstract, step=step), version, name
+      return _load_policy(learner, workdir / name, step), version, name
+  if phase in ("", BASE) and config.model.checkpoint:
+    return initial_policy(config, learner, workdir, []), 0, BASE
+  if phase == BASE:
+    raise ConfigError("model.checkpoint", "it names no model.", "Pass --config.model.checkpoint=FOLDER.")
   raise ConfigError(
     "workdir",
-    f"{workdir} holds no checkpoint of {phase or 'train or sft'}",
-    "name the --workdir of a run, or run launch.sft or launch.train first",
+    f"{workdir} holds no checkpoint of {phase or 'train or sft'}.",
+    "Name the --workdir of a run, run launch.sft or launch.train first, or pass --config.model.checkpoint=FOLDER.",
   )

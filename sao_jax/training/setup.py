@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,14 @@ from sao_jax.algorithm.optimizer import make_optimizer
 from sao_jax.algorithm.train_step import TrainStep, init_train_state, make_train_step
 from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import MeshConfig, RunConfig
+from sao_jax.models.lora import lora_specs, merge_lora
 from sao_jax.models.policy import make_policy_apply
+from sao_jax.models.router_bias import router_bias_paths, update_router_bias
 from sao_jax.models.sparse_attention import indexer_paths
-from sao_jax.models.transformer import param_specs
+from sao_jax.models.transformer import num_moe_layers, param_specs
 from sao_jax.models.value import frozen_value_paths, make_value_apply, value_param_specs
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
-from sao_jax.parallel.params import abstract_params, init_params, param_shardings, path_name
+from sao_jax.parallel.params import abstract_params, init_params, param_shardings, path_name, path_names
 from sao_jax.parallel.publish import make_publish
 from sao_jax.parallel.rules import DEFAULT_RULES
 from sao_jax.types import NetworkState, PyTree, TrainState
@@ -37,7 +40,8 @@ class Learner:
     config: the run's configuration.
     mesh: the learner's mesh.
     policy_specs, value_specs: parameter declarations of the two networks.
-    policy_apply, value_apply: the functions that the train step takes.
+    policy_apply, value_apply: what the two networks compute of a batch.
+    step_policy_apply: `policy_apply` as the train step takes it: with the routers' statistics, if there are any.
     policy_optimizer, value_optimizer: optax transformations.
     frozen_paths: leaves of the value network that do not train.
     frozen_policy_paths: and of the policy.
@@ -48,6 +52,7 @@ class Learner:
   policy_specs: PyTree
   value_specs: PyTree
   policy_apply: Callable
+  step_policy_apply: Callable
   value_apply: Callable
   policy_optimizer: optax.GradientTransformation
   value_optimizer: optax.GradientTransformation
@@ -85,11 +90,22 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
   mesh = make_mesh(config.mesh, devices or place(config).learner)
   algorithm = config.algorithm
   head = make_value_head(algorithm)
-  policy_specs = param_specs(config.model)
+  policy_specs = base_specs = param_specs(config.model)
+  frozen_policy = indexer_paths(config.model) | router_bias_paths(config.model)
+  if config.model.lora.rank:
+    policy_specs = base_specs | {"lora": lora_specs(base_specs, config.model.lora)}
+    frozen_policy = frozenset(path_names(base_specs))
   value_specs = value_param_specs(config.model, head.num_outputs, algorithm.value_head_initializer)
   for specs in (policy_specs, value_specs):
     check_mesh_divides_model(mesh, specs, DEFAULT_RULES)
   model_mesh = mesh if mesh.size > 1 else None
+  policy_apply = functools.partial(
+    make_policy_apply,
+    config.model,
+    temperature=config.sampler.temperature,
+    chunk=algorithm.logprob_chunk,
+    mesh=model_mesh,
+  )
   frozen = frozen_value_paths(
     config.model,
     attention=freeze and algorithm.freeze_attention,
@@ -101,14 +117,13 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
     mesh=mesh,
     policy_specs=policy_specs,
     value_specs=value_specs,
-    policy_apply=make_policy_apply(
-      config.model, temperature=config.sampler.temperature, chunk=algorithm.logprob_chunk, mesh=model_mesh
-    ),
+    policy_apply=policy_apply(),
+    step_policy_apply=policy_apply(router_statistics=num_moe_layers(config.model) > 0),
     value_apply=make_value_apply(config.model, mesh=model_mesh),
     policy_optimizer=make_optimizer(config.policy_optimizer),
     value_optimizer=make_optimizer(config.critic_optimizer, algorithm.value_updates),
     frozen_paths=frozen,
-    frozen_policy_paths=indexer_paths(config.model),
+    frozen_policy_paths=frozen_policy,
   )
 
 
@@ -124,6 +139,15 @@ def init_policy_params(learner: Learner, seed: int) -> PyTree:
   """Random policy parameters, created sharded."""
   shardings = param_shardings(learner.policy_specs, learner.mesh)
   return jax.jit(lambda key: init_params(learner.policy_specs, key), out_shardings=shardings)(jax.random.key(seed))
+
+
+def add_fresh_lora(learner: Learner, params: PyTree, seed: int) -> PyTree:
+  """Policy parameters with LoRA's factors at their start, where the learner trains any and `params` have none."""
+  if "lora" in params or "lora" not in learner.policy_specs:
+    return params
+  specs = {"lora": learner.policy_specs["lora"]}
+  shardings = param_shardings(specs, learner.mesh)
+  return params | jax.jit(lambda key: init_params(specs, key), out_shardings=shardings)(jax.random.key(seed))
 
 
 def sharded_specs(specs: PyTree, mesh: Mesh) -> PyTree:
@@ -183,15 +207,18 @@ def make_state(learner: Learner, policy_params: PyTree, value_params: PyTree) ->
 
 def make_step(learner: Learner, *, update_policy: bool = True) -> TrainStep:
   """The jitted, donated train step on the learner's mesh; with `update_policy=False` it trains the critic alone."""
+  algorithm = learner.config.algorithm
+  rate = algorithm.router_bias_update
   return make_train_step(
-    learner.config.algorithm,
-    learner.policy_apply,
+    algorithm,
+    learner.step_policy_apply,
     learner.value_apply,
     learner.policy_optimizer,
     learner.value_optimizer,
     frozen_value_paths=learner.frozen_paths,
     frozen_policy_paths=learner.frozen_policy_paths,
     update_policy=update_policy,
+    balance_routers=functools.partial(update_router_bias, rate=rate) if rate else None,
     max_lag=max(LAG_BINS, learner.config.rollout.max_staleness),
     state_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state(learner)),
   )
@@ -215,12 +242,17 @@ def make_sampler_mesh(config: RunConfig, devices: tuple[Any, ...]) -> Mesh | Non
 
 
 def make_publisher(learner: Learner) -> Callable[[PyTree], PyTree]:
-  """publish(params) -> the sampler's own copy of the policy on its devices, never aliasing the training tree."""
+  """publish(params) -> the sampler's own copy of the policy on its devices, never aliasing the training tree.
+
+  What LoRA trains is merged into it.
+  """
   devices = place(learner.config).sampler
   sampler_mesh = make_sampler_mesh(learner.config, devices)
+  model = learner.config.model
+  specs = {name: spec for name, spec in learner.policy_specs.items() if name != "lora"}
   if sampler_mesh is None:
-    target = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(devices[0]), learner.policy_specs)
+    target = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(devices[0]), specs)
   else:
-    target = param_shardings(learner.policy_specs, sampler_mesh)
-  dtypes = jax.tree.map(lambda spec: spec.compute_dtype or learner.config.model.dtype, learner.policy_specs)
-  return make_publish(target, dtypes)
+    target = param_shardings(specs, sampler_mesh)
+  dtypes = jax.tree.map(lambda spec: spec.compute_dtype or model.dtype, specs)
+  return make_publish(target, dtypes, prepare=functools.partial(merge_lora, config=model.lora))

@@ -15,6 +15,8 @@ from absl import logging
 from sao_jax.algorithm.validation import check_algorithm_config
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
+from sao_jax.models.lora import TARGETS
+from sao_jax.models.transformer import num_moe_layers
 from sao_jax.sampler.buckets import check_sampler_config
 from sao_jax.training import config_tree
 from sao_jax.training.config_bounds import check_bounds
@@ -111,6 +113,14 @@ def _deterministic(config: RunConfig) -> str | None:
   return None
 
 
+def _lora(config: RunConfig) -> str | None:
+  targets = config.model.lora.targets
+  unknown = [target for target in targets if target not in TARGETS]
+  if unknown:
+    return f"there is no {unknown[0]!r}."
+  return None if targets or not config.model.lora.rank else "there is nothing to adapt."
+
+
 def _when(condition: Callable[[RunConfig], bool], problem: str) -> Callable[[RunConfig], str | None]:
   """A check that reports `problem`, a format string over the sections of the configuration."""
   return lambda config: problem.format(**vars(config)) if condition(config) else None
@@ -189,6 +199,28 @@ RULES: tuple[Rule, ...] = (
       "{model.num_experts} experts do not split into {model.num_expert_groups} groups.",
     ),
     "Make model.num_experts a multiple of model.num_expert_groups.",
+  ),
+  Rule("model.lora.targets", _lora, f"Choose some of {', '.join(TARGETS)}."),
+  Rule(
+    "algorithm.router_replay",
+    _when(lambda c: c.algorithm.router_replay and not num_moe_layers(c.model), "this model has no layer with experts."),
+    "Set it to False, or train a model with experts.",
+  ),
+  Rule(
+    "algorithm.router_replay",
+    _when(
+      lambda c: c.algorithm.router_replay and c.model.num_experts > 2**15,
+      "{model.num_experts} experts do not fit into the 16 bits in which they are recorded.",
+    ),
+    "Set it to False.",
+  ),
+  Rule(
+    "algorithm.router_bias_update",
+    _when(
+      lambda c: c.algorithm.router_bias_update > 0 and not (c.model.router == "sigmoid" and num_moe_layers(c.model)),
+      "this model's router has no correction bias.",
+    ),
+    "Set it to 0, or train a model with experts and model.router=sigmoid.",
   ),
   Rule("model.num_groups_per_token", _groups, "A token needs enough groups for its experts, and at most all of them."),
   Rule(

@@ -1,0 +1,106 @@
+"""Low-rank adaptation of the policy (LoRA, arXiv 2106.09685): W + alpha / rank · A B; A and B train, W does not.
+
+The sum is made layer by layer, before a layer runs, and whole for the sampler and for exports. Sampler and learner thus
+multiply by the very same numbers: x W + s (x A) B rounds differently from x (W + s A B), and what differs at lag 0 eats
+the trust region of the importance ratios. A layer's sum costs as many operations as `rank` tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from sao_jax.config import LoRAConfig
+from sao_jax.parallel.params import Params, ParamSpec, Specs
+
+# The matrices of each target, by the last part of their names; a model has some of them.
+ATTENTION = ("q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b")
+FEED_FORWARD = ("gate", "up", "down")
+TARGETS = {
+  "attention": tuple(f"attention/{name}" for name in ATTENTION),
+  "mlp": tuple(f"{part}/{name}" for part in ("mlp", "moe", "moe/shared") for name in FEED_FORWARD),
+}
+
+
+def lora_specs(specs: Specs, config: LoRAConfig) -> Specs:
+  """{"a": ..., "b": ...}: two trees with the target matrices of `specs` alone, which are fp32.
+
+  A matrix W [*stacked, *inputs, *outputs] gets A [*stacked, *inputs, rank], from N(0, 1 / inputs), and B [*stacked,
+  rank, *outputs], which is 0, so that training starts from W. Stacked are layers, and experts.
+  """
+  targets = {name for target in config.targets for name in TARGETS[target]}
+  return {
+    "a": {group: _select(specs[group], targets, _a, config.rank) for group in _groups(specs)},
+    "b": {group: _select(specs[group], targets, _b, config.rank) for group in _groups(specs)},
+  }
+
+
+def lora_of(params: Params, group: str) -> Params:
+  """What of the parameters' "lora" belongs to a stack of layers; empty trees without any."""
+  return {factor: tree[group] for factor, tree in params["lora"].items()} if "lora" in params else {"a": {}, "b": {}}
+
+
+def add_lora(params: Params, lora: Params, config: LoRAConfig) -> Params:
+  """`params`, of one layer or of a stack of layers, with every target matrix replaced by W + alpha / rank · A B.
+
+  `lora` holds the factors "a" and "b" of these parameters; those matrices that have any come back in fp32.
+  """
+
+  def add(weight: Params | jax.Array, a: Params | jax.Array, b: Params | jax.Array) -> Params | jax.Array:
+    if isinstance(weight, dict):
+      return {name: add(leaf, a[name], b[name]) if name in a else leaf for name, leaf in weight.items()}
+    return weight.astype(jnp.float32) + config.alpha / config.rank * _product(a, b, weight.ndim)
+
+  return add(params, lora["a"], lora["b"])
+
+
+def merge_lora(params: Params, config: LoRAConfig, *, keep_dtype: bool = False) -> Params:
+  """A policy without "lora" that computes what `params` with it do; one without any comes back as it is.
+
+  What was changed is fp32, or with `keep_dtype` what it was before, rounded.
+  """
+  if "lora" not in params:
+    return params
+  plain = {name: leaf for name, leaf in params.items() if name != "lora"}
+  merged = add_lora(plain, params["lora"], config)
+  return jax.tree.map(lambda new, old: new.astype(old.dtype), merged, plain) if keep_dtype else merged
+
+
+def _product(a: Float[Array, "..."], b: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
+  """A B, of `ndim` axes; whatever is stacked stands in front of both."""
+  stacked = tuple(range(a.ndim + b.ndim - 2 - ndim))
+  numbers = (((a.ndim - 1,), (len(stacked),)), (stacked, stacked))
+  return jax.lax.dot_general(a, b, numbers, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _groups(specs: Specs) -> tuple[str, ...]:
+  return tuple(name for name in ("dense_layers", "moe_layers") if name in specs)
+
+
+def _select(specs: Specs, targets: set[str], make, rank: int, prefix: str = "") -> Specs:
+  chosen = {}
+  for name, spec in specs.items():
+    path = f"{prefix}{name}"
+    if isinstance(spec, dict):
+      inside = _select(spec, targets, make, rank, f"{path}/")
+      chosen |= {name: inside} if inside else {}
+    elif path in targets:
+      stacked = 1 + path.startswith("moe/") - path.startswith("moe/shared/")
+      chosen[name] = make(spec, stacked, stacked + (2 if path == "attention/o" else 1), rank)
+  return chosen
+
+
+def _a(spec: ParamSpec, stacked: int, outputs: int, rank: int) -> ParamSpec:
+  """A, whose inputs are the axes `stacked` ... `outputs` of the matrix."""
+  stddev = math.prod(spec.shape[stacked:outputs]) ** -0.5
+  shape, axes = (*spec.shape[:outputs], rank), (*spec.axes[:outputs], None)
+  return ParamSpec(shape, axes, stddev=stddev, compute_dtype="float32")
+
+
+def _b(spec: ParamSpec, stacked: int, outputs: int, rank: int) -> ParamSpec:
+  shape = (*spec.shape[:stacked], rank, *spec.shape[outputs:])
+  axes = (*spec.axes[:stacked], None, *spec.axes[outputs:])
+  return ParamSpec(shape, axes, "zeros", compute_dtype="float32")

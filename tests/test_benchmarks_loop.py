@@ -150,7 +150,5 @@ def test_suite_reports_real_and_model_of_every_point():
     speedup = point["speedup"]
     assert point["speedup_over_model"] == pytest.approx(speedup["real"] / speedup["model"])
     assert point["lag_max"]["real"] <= point["tau"] or point["tau"] < 0
-    assert 1 <= point["runs"] <= loop_comparison.MAX_RUNS
-  assert results["points_run_again"] == sum(point["runs"] > 1 for point in results["points"])
   points, faults, summary = tables.tables("loop", results)
   assert (points.row_count, faults.row_count) == (2, 1) and summary.row_count > 0

@@ -63,17 +63,20 @@ class ByteTokenizer:
     return np.concatenate(pieces)
 
   def decode(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str:
-    """Text for people: special tokens by name, invalid UTF-8 as U+FFFD. Not for parsing what a policy sampled.
+    """Text for people: special tokens by name; invalid UTF-8, and ids of a model's padded rows, as U+FFFD.
+
+    Not for parsing what a policy sampled.
 
     Raises:
-      ValueError: for ids outside the vocabulary.
+      ValueError: for negative ids.
     """
-    chunks = []
-    for token_id in np.asarray(token_ids, dtype=np.int64).tolist():
-      if not 0 <= token_id < self.vocab_size:
-        raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
-      is_byte = token_id < NUM_BYTES
-      chunks.append(bytes([token_id]) if is_byte else SPECIALS[token_id - NUM_BYTES].encode("utf-8"))
+    ids = np.asarray(token_ids, dtype=np.int64).tolist()
+    if ids and min(ids) < 0:
+      raise ValueError(f"token id {min(ids)} is negative")
+    beyond = "\ufffd".encode()
+    chunks = [
+      bytes([i]) if i < NUM_BYTES else SPECIALS[i - NUM_BYTES].encode() if i < self.vocab_size else beyond for i in ids
+    ]
     return b"".join(chunks).decode("utf-8", errors="replace")
 
   def decode_bytes(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str | None:

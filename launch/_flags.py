@@ -8,6 +8,8 @@ the frozen configuration is rebuilt from them, so that an unknown field or a val
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import importlib.util
 import json
 import logging as python_logging
@@ -16,6 +18,7 @@ import pathlib
 import re
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +42,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 _OVERRIDE = re.compile(r"--?(no)?config\.(?P<path>[^=]*)")
 _ILLEGAL_VALUE = re.compile(r"flag --config\.(?P<path>[\w.]+)=(?P<value>.*?): ", re.DOTALL)
+_UNKNOWN_ARGUMENT = re.compile(r"(?P<section>\w+)\.__init__\(\) got an unexpected keyword argument '(?P<name>\w+)'")
 _HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull", "--helpxml", "-helpxml"}
 
 
@@ -46,12 +50,13 @@ def run(main: Callable[[RunConfig, str], Any], *, record: bool = True) -> None:
   """Parses the command line, checks it, and calls `main(config, workdir)`; never returns.
 
   Bad input, found here or raised by `main` as ConfigError, ends the program with its message on standard error and exit
-  status 2; `Interrupted`, with status 0. A launcher may define absl flags of its own. `record=False` (programs that
-  only look at a run) leaves `workdir/config.json` as it is.
+  status 2; `Interrupted`, with status 0; Ctrl-C before `main` waits for it, with one line and status 130. A
+  launcher may define absl flags of its own. `record=False` (programs that only look at a run, or at what
+  model.checkpoint names) leaves `workdir/config.json` as it is.
   """
   try:
     config, workdir = parse(sys.argv)
-    if not record and not os.path.isdir(workdir):
+    if not record and not config.model.checkpoint and not os.path.isdir(workdir):
       raise ConfigError("--workdir", f"there is no directory {workdir}.", "Name the --workdir of a run.")
     check_writable(workdir)
   except ConfigError as error:
@@ -112,10 +117,16 @@ def load_config(path: str) -> RunConfig:
     raise ConfigError("--config", f"{path} is not a Python file.", "Name a .py file that defines get_config().")
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module  # dataclasses look their module up
-  spec.loader.exec_module(module)
-  if not hasattr(module, "get_config"):
-    raise ConfigError("--config", f"{path} defines no get_config().", "Add a function that returns a RunConfig.")
-  config = module.get_config()
+  try:
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+      raise ConfigError("--config", f"{path} defines no get_config().", "Add a function that returns a RunConfig.")
+    config = module.get_config()
+  except TypeError as error:
+    unknown = _unknown_argument(error, module)
+    if unknown is None:
+      raise
+    raise unknown from error
   if not isinstance(config, RunConfig):
     got = type(config).__name__
     raise ConfigError("--config", f"get_config() of {path} returned a {got}.", "Return a sao_jax.config.RunConfig.")
@@ -204,6 +215,23 @@ def _typed(section: Any) -> config_dict.ConfigDict:
     else:
       result[name] = config_dict.FieldReference(value, field_type=object)
   return result
+
+
+def _unknown_argument(error: TypeError, module: types.ModuleType) -> ConfigError | None:
+  """The error for a field that a config file gives to a section without it; None for any other TypeError."""
+  match = _UNKNOWN_ARGUMENT.search(str(error))
+  if match is None:
+    return None
+  section, name = match["section"], match["name"]
+  of_package = [loaded for name, loaded in list(sys.modules.items()) if name.startswith("sao_jax.")]
+  found = (vars(loaded).get(section) for loaded in (module, *of_package))  # its own first: others share names
+  class_ = next((each for each in found if dataclasses.is_dataclass(each)), None)
+  if class_ is None:
+    return None
+  known = [field.name for field in dataclasses.fields(class_)]
+  near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+  remedy = f"Did you mean {' or '.join(near)}?" if near else f"Its fields are {', '.join(known)}."
+  return ConfigError(f"{section}.{name}", f"there is no such field; {module.__file__} sets it.", remedy)
 
 
 def _flag_error(error: flags.Error, config: RunConfig | None) -> ConfigError:

@@ -192,12 +192,28 @@ def test_flags_that_are_missing_or_unknown(config_file, argv, field, remedy):
       "from sao_jax.config import *\ndef get_config(): return RunConfig(None, model=ModelConfig(rope_theta='x'))",
       "expected float",
     ),
+    (
+      "a.py",
+      "from sao_jax.config import *\ndef get_config(): return RunConfig(None, model=ModelConfig(num_layer=2))",
+      r"(?s)ModelConfig.num_layer: there is no such field; .*a.py sets it.\n  remedy: Did you mean num_layers or num_",
+    ),
+    (
+      "a.py",
+      CONFIG.replace("environment=Toy()", "environment=Toy(frequency=2)"),
+      r"(?s)Toy.frequency: there is no such field.*Its fields are name, operands, scale, strict, limit, inner\.",
+    ),
   ],
 )
 def test_config_files_that_are_none(tmp_path, name, text, problem):
   (tmp_path / name).write_text(text)
   with pytest.raises(ConfigError, match=problem):
     _flags.load_config(str(tmp_path / name))
+
+
+def test_other_errors_of_a_config_file_are_shown_as_they_are(tmp_path):
+  (tmp_path / "a.py").write_text("def get_config(): return dict(a=1) + 1")
+  with pytest.raises(TypeError, match="unsupported operand"):
+    _flags.load_config(str(tmp_path / "a.py"))
 
 
 def test_a_config_is_found_from_any_folder(tmp_path, monkeypatch):

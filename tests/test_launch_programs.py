@@ -41,7 +41,14 @@ def workdir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def interrupted(workdir):
+def pretrained(workdir):
+  code, output = run("pretrain_value", workdir)
+  assert code == 0, output
+  return output
+
+
+@pytest.fixture(scope="module")
+def interrupted(workdir, pretrained):
   """`launch.train` after a Ctrl-C in the middle of a long run."""
   process = start("train", workdir, "--config.training.steps=100000", "--config.training.checkpoint_every=1000")
   deadline = time.monotonic() + 240
@@ -52,6 +59,15 @@ def interrupted(workdir):
   process.send_signal(signal.SIGINT)
   output, _ = process.communicate(timeout=120)
   return process.returncode, output
+
+
+def test_every_phase_starts_from_the_one_before_it(workdir, pretrained, interrupted):
+  assert f"The policy starts from {workdir / 'sft'}." in pretrained
+  lines = read_metrics(workdir, "value_pretraining")
+  assert [line["step"] for line in lines] == [1, 2] and {line["policy_version"] for line in lines} == {0}
+  _, output = interrupted
+  assert f"The policy starts from {workdir / 'value_pretraining'}." in output
+  assert "The critic was not pretrained" not in output and "stopped at step" not in output
 
 
 def test_ctrl_c_saves_and_exits_cleanly(workdir, interrupted):

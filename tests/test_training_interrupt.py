@@ -109,6 +109,28 @@ def some_prompts(config, count: int = 6):
   return config.environment.prompts(config.environment.tokenizer(), "heldout", 0)[:count]
 
 
+def test_a_second_ctrl_c_does_what_the_first_would_have_done_before(monkeypatch):
+  with Interrupt() as interrupt:
+    signal.raise_signal(signal.SIGINT)
+    assert interrupt.requested
+    with pytest.raises(KeyboardInterrupt):
+      signal.raise_signal(signal.SIGINT)
+
+  class Gone(BaseException):
+    pass
+
+  def leave(number, frame):
+    raise Gone
+
+  previous = signal.signal(signal.SIGINT, leave)
+  try:
+    with pytest.raises(Gone), Interrupt():
+      signal.raise_signal(signal.SIGINT)
+      signal.raise_signal(signal.SIGINT)
+  finally:
+    signal.signal(signal.SIGINT, previous)
+
+
 def test_episodes_are_interrupted_with_all_their_sessions_released():
   before = set(threading.enumerate())
   config, sampler = toy(), FakeSampler(reply=lambda request: completion([5, 24], stop_ids=request.stop_ids))

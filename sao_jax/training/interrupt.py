@@ -43,6 +43,9 @@ class Interrupt:
 
   def _handle(self, number: int, frame: FrameType | None) -> None:
     if self.requested and number == signal.SIGINT:
+      previous = self._previous[number]
+      if callable(previous):  # Python's own raises KeyboardInterrupt
+        previous(number, frame)
       raise KeyboardInterrupt
     self.requested = True
     logging.info("%s: stopping as soon as nothing is lost.", signal.Signals(number).name)

@@ -1,0 +1,70 @@
+"""Ctrl-C before a program has begun its work: one line, status 130, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+DEADLINE = 120.0  # seconds; only a hang takes as long
+
+SLOW_IMPORT = """
+import pathlib, time
+pathlib.Path("mark").touch()
+time.sleep(600)
+"""
+
+SLOW_RESET = """
+from __future__ import annotations
+import asyncio, dataclasses, pathlib
+import training_toy
+
+class Episode(training_toy.ParityEpisode):
+  async def reset(self, prompt):
+    pathlib.Path("mark").touch()
+    await asyncio.sleep(600)
+
+@dataclasses.dataclass(frozen=True)
+class Slow(training_toy.Parity):
+  make = staticmethod(lambda tokenizer: Episode())
+
+def get_config():
+  return dataclasses.replace(training_toy.get_config(), environment=Slow())
+"""
+
+
+def interrupt(folder, program, *flags):
+  """Runs a program in `folder` until it has made the file `mark`, sends SIGINT; returns its status and output."""
+  environment = dict(os.environ, XLA_FLAGS="", PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
+  command = [sys.executable, "-m", f"launch.{program}", *flags]
+  with (folder / "log").open("wb") as log:  # not a pipe, which would fill up
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+  began = time.monotonic()
+  while not (folder / "mark").exists():
+    assert process.poll() is None, (folder / "log").read_text()
+    assert time.monotonic() - began < DEADLINE
+    time.sleep(0.01)
+  process.send_signal(signal.SIGINT)
+  return process.wait(DEADLINE), (folder / "log").read_text()
+
+
+@pytest.mark.parametrize("program", ["train", "convert_hf"])
+def test_during_the_imports(tmp_path, program):
+  (tmp_path / "absl.py").write_text(SLOW_IMPORT)  # found before the real one
+  assert interrupt(tmp_path, program, "--workdir=run") == (130, "Interrupted.\n")
+  assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"absl.py", "log", "mark"}
+
+
+def test_while_prompts_are_checked(tmp_path):
+  (tmp_path / "slow.py").write_text(SLOW_RESET)
+  status, output = interrupt(tmp_path, "train", "--config=slow.py", "--workdir=run")
+  assert status == 130 and output.endswith("Interrupted.\n") and "Traceback" not in output
+  assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+  assert json.loads((tmp_path / "run" / "config.json").read_text())["environment"]["dataclass"] == "Slow"

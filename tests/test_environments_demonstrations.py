@@ -7,11 +7,16 @@ import dataclasses
 
 import numpy as np
 import pytest
+import training_toy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.environments.calculator import Calculator
+from sao_jax.environments.chaos import Chaos
+from sao_jax.environments.simulated_latency import SimulatedLatency
+from sao_jax.errors import ConfigError
+from sao_jax.training.sft import Demonstrations
 
 TOKENIZER = ByteTokenizer()
 
@@ -93,3 +98,18 @@ def test_any_choice_of_operators_has_imperfect_demonstrations(operators):
   settings = dataclasses.replace(Calculator(), operators=operators, demonstration_noise=0.5)
   rewards = [demonstrate(settings, index, 0)[1].reward for index in range(200)]
   assert set(rewards) == {0.0, 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutExpert:
+  """An environment that nobody can be shown how to solve."""
+
+  name: str = "lonely"
+
+
+@pytest.mark.parametrize("wrap", [Chaos, SimulatedLatency, lambda inner: SimulatedLatency(Chaos(inner))])
+def test_a_wrapper_has_an_expert_exactly_where_the_inner_environment_has_one(wrap):
+  assert hasattr(wrap(Calculator()), "demonstration") and not hasattr(wrap(WithoutExpert()), "demonstration")
+  config = dataclasses.replace(training_toy.get_config(), environment=wrap(WithoutExpert()))
+  with pytest.raises(ConfigError, match=r"(?s)environment: lonely produces no demonstrations.*remedy"):
+    Demonstrations(config)

@@ -16,7 +16,8 @@ from sao_jax.models.policy import make_policy_apply
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import init_params, path_name
 from sao_jax.rollout.packing import pack
-from sao_jax.training import audit, setup
+from sao_jax.training import audit, loop, phases, setup
+from sao_jax.training.metrics import read_metrics
 
 MODEL = training_toy.get_config().model
 
@@ -50,6 +51,24 @@ def test_disagreement_is_refused_with_a_remedy(evidence, fault):
     batch = batch.replace(behavior_logprobs=batch.behavior_logprobs * 0.9)
   with pytest.raises(ConfigError, match=r"(?s)training.audit_tolerance: .*differ by up to.*remedy"):
     audit.compare(policy_apply, params, batch, 1e-4)
+
+
+def test_a_run_whose_sampler_has_other_weights_trains_no_step(tmp_path, monkeypatch):
+  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+
+  def make_wrong_publisher(learner):
+    publish = setup.make_publisher(learner)
+
+    def publish_wrong(params):
+      published = publish(params)
+      return published | {"head": 1.5 * published["head"]}
+
+    return publish_wrong
+
+  monkeypatch.setattr(loop, "make_publisher", make_wrong_publisher)
+  with pytest.raises(ConfigError, match=r"(?s)training.audit_tolerance: .*differ by up to.*remedy"):
+    loop.train(training_toy.get_config(), tmp_path)
+  assert not read_metrics(tmp_path) and phases.latest_step(tmp_path / phases.TRAIN) is None
 
 
 def test_publishing_to_a_bf16_sampler_keeps_what_is_read_in_fp32():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from sao_jax.rollout.packing import pack, shard_batch
 from sao_jax.training import episodes, loop, phases, sampling, setup, sft
 from sao_jax.training.checkpoint import Checkpointer
 from sao_jax.training.metrics import read_metrics
-from sao_jax.training.report import read_episodes, write_report
+from sao_jax.training.report import append_episode, read_episodes, write_report
 
 
 def leaves(tree):
@@ -94,6 +95,35 @@ def test_the_run_can_be_reported(finished):
   page, *pictures = write_report(workdir)
   assert len(pictures) == 8 and all(picture.stat().st_size > 5000 for picture in pictures)
   assert "observation" in page.read_text()
+
+
+def test_a_short_run_leaves_three_episodes_and_a_repeated_step_none_twice(tmp_path, one_device):
+  config = training_toy.replace(training_toy.get_config(), training={"audit": False, "steps": 4, "checkpoint_every": 3})
+  append_episode(tmp_path, "value_pretraining", 9, 0.0, "terminated", [("prompt", "earlier")])
+  loop.train(config, tmp_path)
+  steps = lambda: [episode["step"] for episode in read_episodes(tmp_path, "train")]
+  assert steps() == [1, 2, 3, 4, 5]
+  assert write_report(tmp_path)[0].read_text().count("<article>") == 3
+  shutil.rmtree(tmp_path / "train" / "5")
+  loop.train(config, tmp_path)
+  assert steps() == [1, 2, 3, 4, 5]
+  assert [episode["step"] for episode in read_episodes(tmp_path)].count(9) == 1
+
+
+@pytest.mark.parametrize("asked_to_stop", [False, True])
+def test_episodes_come_from_the_whole_run_and_its_end(tmp_path, one_device, monkeypatch, asked_to_stop):
+  config = training_toy.replace(
+    training_toy.get_config(), training={"audit": False, "steps": 9, "checkpoint_every": 1000}
+  )
+  take = loop.take
+
+  def take_five(rollouts, batch_size, version, interrupt, **look):
+    interrupt.requested = asked_to_stop and version == 4
+    return take(rollouts, batch_size, version, interrupt, **look)
+
+  monkeypatch.setattr(loop, "take", take_five)
+  loop.train(config, tmp_path)
+  assert [episode["step"] for episode in read_episodes(tmp_path)] == ([1, 3, 5] if asked_to_stop else [1, 3, 6, 9, 10])
 
 
 def test_attention_of_the_critic_is_frozen_in_rl_and_trained_before(finished):

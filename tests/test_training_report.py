@@ -55,6 +55,7 @@ def run(tmp_path_factory):
   for step in range(5):
     append_episode(
       workdir,
+      "train",
       step,
       1.0,
       "terminated",
@@ -138,7 +139,7 @@ def test_short_runs(tmp_path, num_steps):
 
 
 def test_torn_and_foreign_episode_lines_are_skipped(tmp_path):
-  append_episode(tmp_path, 1, float("nan"), "truncated(length)", [("prompt", "a")])
+  append_episode(tmp_path, "train", 1, float("nan"), "truncated(length)", [("prompt", "a")])
   with (tmp_path / "episodes.jsonl").open("a") as file:
     file.write('[1]\n{"step": 2}\n{"step": 3, "segm')
   (episode,) = read_episodes(tmp_path)

@@ -86,9 +86,10 @@ class Chaos:
   def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
     return self.inner.prompts(tokenizer, split, seed)
 
-  def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
-    """The inner environment's, where it has an expert."""
-    return self.inner.demonstration(prompt, tokenizer, rng)
+  @property
+  def demonstration(self) -> Callable[[Prompt, Tokenizer, np.random.Generator], Demonstration]:
+    """The inner environment's; there is no such attribute where that has no expert."""
+    return self.inner.demonstration
 
   def rates(self) -> dict[str, float]:
     """The rate of each fault, by field, in the order of `Fault`."""

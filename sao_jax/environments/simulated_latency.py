@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -48,9 +48,10 @@ class SimulatedLatency:
   def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
     return self.inner.prompts(tokenizer, split, seed)
 
-  def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
-    """The inner environment's, where it has an expert."""
-    return self.inner.demonstration(prompt, tokenizer, rng)
+  @property
+  def demonstration(self) -> Callable[[Prompt, Tokenizer, np.random.Generator], Demonstration]:
+    """The inner environment's; there is no such attribute where that has no expert."""
+    return self.inner.demonstration
 
   def delays(self, key: PromptKey) -> np.random.Generator:
     """The source of an episode's waits."""

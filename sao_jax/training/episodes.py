@@ -140,7 +140,7 @@ def episode_segments(trajectory: Trajectory, tokenizer: Any) -> list[tuple[str, 
   return segments
 
 
-def record_episode(config: RunConfig, workdir: pathlib.Path, step: int, trajectory: Trajectory) -> None:
+def record_episode(config: RunConfig, workdir: pathlib.Path, phase: str, step: int, trajectory: Trajectory) -> None:
   """Appends an episode, as text, to the run's record, from which the report shows some."""
   segments = episode_segments(trajectory, config.environment.tokenizer())
-  append_episode(workdir, step, trajectory.reward, trajectory.status.value, segments)
+  append_episode(workdir, phase, step, trajectory.reward, trajectory.status.value, segments)

@@ -37,7 +37,7 @@ class MetricsWriter:
     self._phase = phase
     path = pathlib.Path(workdir) / METRICS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    _drop_lines_after(path, phase, -math.inf if restored_step is None else restored_step)
+    drop_lines_after(path, phase, restored_step)
     self._file = path.open("a", encoding="utf-8")
     self._tensorboard = _tensorboard_writer(path.parent / "tensorboard" / phase, restored_step)
 
@@ -132,10 +132,14 @@ def _valid_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def _drop_lines_after(path: pathlib.Path, phase: str, last_step: float) -> None:
-  """Rewrites `path` without the lines of `phase` beyond `last_step`; a kill leaves the old file or the new one."""
+def drop_lines_after(path: pathlib.Path, phase: str, restored_step: int | None) -> None:
+  """Rewrites `path`, if there is such a file, without the lines of `phase` beyond `restored_step` (None: without any).
+
+  A kill leaves the old file or the new one.
+  """
   if not path.exists():
     return
+  last_step = -math.inf if restored_step is None else restored_step
   temporary = path.with_suffix(".jsonl.tmp")
   with temporary.open("w", encoding="utf-8") as file:
     for line in _valid_lines(path):

@@ -35,7 +35,7 @@ def write_report(workdir: str | os.PathLike, phase: str = "train") -> list[pathl
   """
   workdir = pathlib.Path(workdir)
   lines = read_metrics(workdir, phase)
-  episodes = read_episodes(workdir)
+  episodes = read_episodes(workdir, phase)
   if not lines and not episodes:
     raise ConfigError(
       "workdir",
@@ -56,11 +56,12 @@ def write_report(workdir: str | os.PathLike, phase: str = "train") -> list[pathl
 
 
 def append_episode(
-  workdir: str | os.PathLike, step: int, reward: float, status: str, segments: Sequence[tuple[str, str]]
+  workdir: str | os.PathLike, phase: str, step: int, reward: float, status: str, segments: Sequence[tuple[str, str]]
 ) -> None:
   """Appends one episode to the record: `segments` are (kind, text), kind "prompt", "action" or "observation"."""
   episode = {
     "step": int(step),
+    "phase": phase,
     "reward": to_json(reward),
     "status": status,
     "segments": [{"kind": kind, "text": text} for kind, text in segments],
@@ -69,8 +70,8 @@ def append_episode(
     file.write(json.dumps(episode) + "\n")
 
 
-def read_episodes(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-  """Returns the recorded episodes in order; [] without a file, without lines that a kill cut short."""
+def read_episodes(workdir: str | os.PathLike, phase: str | None = None) -> list[dict[str, Any]]:
+  """Returns the recorded episodes (of one `phase`) in order; [] without a file. A torn line is left out."""
   path = pathlib.Path(workdir) / EPISODES_FILE
   episodes = []
   for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
@@ -78,7 +79,8 @@ def read_episodes(workdir: str | os.PathLike) -> list[dict[str, Any]]:
       episode = json.loads(text)
     except json.JSONDecodeError:
       continue
-    if isinstance(episode, dict) and isinstance(episode.get("segments"), list):
+    whole = isinstance(episode, dict) and isinstance(episode.get("segments"), list)
+    if whole and (phase is None or episode.get("phase", phase) == phase):  # lines of earlier versions name no phase
       episodes.append(episode)
   return episodes
 

@@ -62,6 +62,10 @@ use_environment() {
   stamp="$VIRTUAL_ENV/.sao_jax-$extras"
   wanted="$repository $(cksum <"$repository/setup.py")"
   if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
+    # Environments that uv made have no pip, nor one whose making was cut short.
+    "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip --upgrade >/dev/null 2>&1 ||
+      fail "the virtual environment $VIRTUAL_ENV has no pip, and Python's own ensurepip could not install it.
+  remedy: deactivate it, or remove it when it is this repository's .venv; one that uv made: uv pip install pip."
     echo "Installing sao_jax[$extras] ..."
     "$python" -m pip install --quiet --disable-pip-version-check --use-pep517 -e "$repository[$extras]"
     printf '%s\n' "$wanted" >"$stamp"

@@ -50,18 +50,19 @@ def test_weights(epsilons, ratios, weights):
   np.testing.assert_array_equal(got.rejected_high, rejected & (np.array(ratios) > 1))
 
 
-# ρ, Â -> coefficient under (0.3, 5.0) and (0.8, 3.0). Masking, never clamping; the sign of Â does not matter.
+# ρ, Â -> coefficient under (0.3, 5.0) and (0.8, 3.0): masking, never clamping; the sign of Â does not matter. The last
+# column is that of PPO with the clip 0.2 / 0.28.
 TABLE = [
-  (8, -1, 0, 0),
-  (8, 1, 0, 0),
-  (3, 1, 3, 3),
-  (3, -1, -3, -3),
-  (0.5, 1, 0, 0.5),
-  (0.5, -1, 0, -0.5),
-  (0.1, 1, 0, 0),
-  (0.1, -1, 0, 0),
-  (1, 2, 2, 2),
-  (5, -2, -10, 0),
+  (8, -1, 0, 0, -8),
+  (8, 1, 0, 0, 0),
+  (3, 1, 3, 3, 0),
+  (3, -1, -3, -3, -3),
+  (0.5, 1, 0, 0.5, 0.5),
+  (0.5, -1, 0, -0.5, 0),
+  (0.1, 1, 0, 0, 0.1),
+  (0.1, -1, 0, 0, 0),
+  (1, 2, 2, 2, 2),
+  (5, -2, -10, 0, -10),
 ]
 
 
@@ -69,6 +70,18 @@ TABLE = [
 def test_gradient_coefficients(column, epsilons):
   table = np.array(TABLE, np.float32)
   np.testing.assert_allclose(coefficients(table[:, 0], table[:, 1], **epsilons), table[:, column], rtol=1e-6)
+
+
+def test_where_the_coefficients_are_not_those_of_ppo():
+  """PPO's by differences of its objective, min(ρÂ, clip(ρ, 0.8, 1.28) Â), along log π."""
+  ratios, advantages, *_, expected = np.array(TABLE, np.float64).T
+  objective = lambda rho: np.minimum(rho * advantages, np.clip(rho, 0.8, 1.28) * advantages)
+  step = 1e-5
+  ppo = (objective(ratios * np.exp(step)) - objective(ratios * np.exp(-step))) / (2 * step)
+  np.testing.assert_allclose(ppo, expected, atol=1e-6)
+  differs = lambda epsilons: np.flatnonzero(~np.isclose(coefficients(ratios, advantages, **epsilons), ppo)).tolist()
+  assert differs(REASONING) == [0, 2, 4, 6]
+  assert differs(CODING) == [0, 2, 5, 6, 9]
 
 
 def test_denominator_counts_rejected_tokens():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sao_jax.algorithm.value_loss import HLGaussHead, ScalarHead, make_value_head, value_loss
+from sao_jax.algorithm.value_loss import HLGaussHead, ScalarHead, ValueHead, make_value_head, value_loss
 from sao_jax.config import AlgorithmConfig
 
 
@@ -91,6 +93,13 @@ def test_returns_outside_the_range_are_counted():
   targets = jnp.array([-0.1, 0.0, 0.4, 1.0, 1.5, jnp.nan], jnp.float32)
   assert HLGaussHead(11, 0.0, 1.0).clips(targets).tolist() == [True, False, False, False, True, False]
   assert not ScalarHead().clips(targets).any()
+
+
+@pytest.mark.parametrize("head", [ScalarHead, HLGaussHead])
+@pytest.mark.parametrize("method", ["values", "clips", "loss"])
+def test_heads_are_annotated_like_their_protocol(head, method):
+  """Without annotations the type checker of the tests would pass them over."""
+  assert inspect.signature(getattr(head, method)) == inspect.signature(getattr(ValueHead, method))
 
 
 def test_make_value_head():

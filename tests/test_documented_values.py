@@ -9,8 +9,9 @@ import pytest
 import training_toy
 from test_sharding import make_trajectories
 
-from sao_jax.algorithm.advantage import packed_returns, skip_observation_gae
+from sao_jax.algorithm.advantage import packed_gae, packed_returns, skip_observation_gae
 from sao_jax.algorithm.policy_loss import dis_policy_loss
+from sao_jax.algorithm.targets import trained_tokens
 from sao_jax.config import (
   AlgorithmConfig,
   OptimizerConfig,
@@ -20,9 +21,12 @@ from sao_jax.config import (
   ValuePretrainingConfig,
 )
 from sao_jax.models.logprobs import token_logprobs
+from sao_jax.models.policy import make_policy_apply
 from sao_jax.models.rope import rope_table
+from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.params import init_params
 from sao_jax.rollout.packing import pack
-from sao_jax.types import PromptKey, Status, Trajectory
+from sao_jax.types import PromptKey, Status, Trajectory, TrajectoryBatch
 
 
 def test_defaults_are_the_papers():
@@ -33,7 +37,11 @@ def test_defaults_are_the_papers():
   assert algorithm.advantage_values == "post" and algorithm.truncation == "zero"
   assert algorithm.freeze_attention and not (algorithm.freeze_router or algorithm.freeze_embeddings)
   assert algorithm.value_clip == 0.0 and algorithm.value_head == "scalar"
-  assert (rollout.batch_size, rollout.max_staleness, rollout.staleness, rollout.max_turns) == (128, 4, "drop", 50)
+  assert (rollout.batch_size, rollout.max_staleness, rollout.staleness) == (128, 4, "drop")
+  assert (rollout.max_tokens, rollout.max_turns) == (
+    128 * 1024,
+    50,
+  )  # turns: of math; the paper's coding agents have 300
   assert (sampler.temperature, sampler.top_p, sampler.top_k, sampler.kv_after_publish) == (1.0, 1.0, 0, "keep")
   assert ValuePretrainingConfig().min_steps == 50
   run = RunConfig(environment=None)
@@ -67,8 +75,9 @@ def test_returns_of_the_worked_example_and_the_wrong_ways_to_compute_it():
   np.testing.assert_allclose(advantages, [0.359259, 0.333333, 0, 0, 0.3], atol=1e-6)
   through = skip_observation_gae(rewards, values, jnp.ones(5, bool), lam=7 / 9)  # GAE through observations
   np.testing.assert_allclose(through[:2], [2.838, 3.520], atol=5e-4)
-  first_turn = skip_observation_gae(rewards[:2], values[:2], mask[:2], lam=7 / 9)  # restarted per turn
-  np.testing.assert_allclose(first_turn, [-0.367, -0.6], atol=5e-4)
+  turns = jnp.array([1, 1, 1, 1, 2], jnp.int32)
+  per_turn = packed_gae(rewards, values, mask, turns, one_minus_lam=zeros + 2 / 9)  # restarted per turn
+  np.testing.assert_allclose(per_turn, [-0.367, -0.6, 0, 0, 0.3], atol=5e-4)
 
 
 def test_a_cap_on_lambda_would_hide_the_reward_of_long_trajectories():
@@ -125,6 +134,41 @@ def test_padding_is_never_inferred_from_ids():
   assert (batch.segment_ids[0] > 0).tolist() == [True, True, True, False, False]
   assert batch.action_mask[0].tolist() == [False, True, True, False, False]
   assert np.isfinite(batch.behavior_logprobs[0]).tolist() == [False, True, True, False, False]
+
+
+@pytest.fixture(scope="module")
+def policy_logprobs():
+  """Log-probs of packed rows under a random toy policy."""
+  model = training_toy.replace(training_toy.get_config(), model={"initializer_range": 0.5}).model
+  params = init_params(param_specs(model), jax.random.key(0))
+  apply = jax.jit(make_policy_apply(model))
+  return lambda batch: np.asarray(apply(params, jax.tree.map(jnp.asarray, batch))[0])
+
+
+def test_positions_of_a_row_that_is_padded_on_the_left(policy_logprobs):
+  """Attention [0,0,1,1,1] has positions [0,0,0,1,2]; the sequence then has the log-probs that it has as we pack it."""
+  packed = pack([trajectory([5, 6, 7], [0, 1, 1])], (5,), (1,))
+  assert packed.segment_ids.tolist() == [[1, 1, 1, 0, 0]] and packed.positions.tolist() == [[0, 1, 2, 0, 0]]
+  left = jax.tree.map(lambda rows: np.roll(rows, 2, axis=1), packed)
+  assert left.segment_ids.tolist() == [[0, 0, 1, 1, 1]] and left.positions.tolist() == [[0, 0, 0, 1, 2]]
+  expected = policy_logprobs(packed)[0, :3]
+  assert np.abs(expected[1:]).min() > 1e-3
+  np.testing.assert_allclose(policy_logprobs(left)[0], [0, 0, *expected], atol=1e-5)
+  misplaced = left.replace(positions=np.array([[0, 1, 2, 2, 2]], np.int32))
+  assert np.abs(policy_logprobs(misplaced)[0, 3:] - expected[1:]).max() > 1e-3
+
+
+def test_masks_are_not_inferred_from_a_padding_id_that_ends_turns(policy_logprobs):
+  """[21,22,9,9,9] where 9 pads and ends turns: three tokens are there, two of them sampled."""
+  packed = pack([trajectory([21, 22, 9], [0, 1, 1])], (5,), (1,))
+  batch: TrajectoryBatch = packed.replace(token_ids=np.where(packed.segment_ids > 0, packed.token_ids, np.int32(9)))
+  assert batch.token_ids.tolist() == [[21, 22, 9, 9, 9]]
+  assert (batch.segment_ids > 0).astype(int).tolist() == [[1, 1, 1, 0, 0]]
+  trained = trained_tokens(jax.tree.map(jnp.asarray, batch), "zero")
+  assert trained.astype(int).tolist() == [[0, 1, 1, 0, 0]]
+  logprobs = policy_logprobs(batch)
+  assert (logprobs < 0).astype(int).tolist() == [[0, 1, 1, 0, 0]]
+  np.testing.assert_array_equal(logprobs, policy_logprobs(packed))
 
 
 def test_rope_angles_are_fp32():

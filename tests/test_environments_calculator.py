@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import pathlib
 
 import numpy as np
@@ -150,7 +151,7 @@ def test_prompts_are_random_access_and_depend_on_seed_and_index_alone():
 
 def test_splits_are_disjoint_by_the_hash_of_the_question_whatever_the_seed():
   questions = {
-    (split, seed): {SETTINGS.prompts(TOKENIZER, split, seed)[index].data["question"] for index in range(200)}
+    (split, seed): {p.data["question"] for p in itertools.islice(SETTINGS.prompts(TOKENIZER, split, seed), 200)}
     for split in ("train", "heldout")
     for seed in (0, 1)
   }
@@ -158,6 +159,43 @@ def test_splits_are_disjoint_by_the_hash_of_the_question_whatever_the_seed():
     assert {split_of(text) for text in texts} == {split}
   train, heldout = (questions[split, 0] | questions[split, 1] for split in ("train", "heldout"))
   assert not train & heldout and len(heldout) > 100
+
+
+def test_heldout_questions_are_all_there_are_and_none_comes_twice():
+  source = SETTINGS.prompts(TOKENIZER, "heldout", 20_260_729)
+  questions = [prompt.data["question"] for prompt in source]
+  digits, operators = "123456789", arithmetic.OPERATORS
+  every = map("".join, itertools.product(digits, operators, digits, operators, digits))
+  assert sorted(questions) == sorted(question for question in every if split_of(question) == "heldout")
+  assert len(source) == len(questions) > 600
+  assert [prompt.key for prompt in source] == [("calculator", index, 0) for index in range(len(source))]
+  again, other = (SETTINGS.prompts(TOKENIZER, "heldout", seed) for seed in (20_260_729, 0))
+  assert [again[np.int64(index)] for index in reversed(range(50))] == list(source)[:50][::-1]
+  assert [other[index] for index in range(50)] != list(source)[:50]
+  for index in (-1, len(source)):
+    with pytest.raises(IndexError):
+      source[index]
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    Calculator(num_prompts=500),
+    Calculator(num_operands=6, max_operand=99, max_calls=5, num_prompts=500),
+    Calculator(operators="++-"),
+  ],
+  ids=["some of all", "too many to list", "one operator twice"],
+)
+def test_heldout_questions_differ_whatever_the_settings(settings):
+  questions = [prompt.data["question"] for prompt in settings.prompts(TOKENIZER, "heldout", 0)]
+  assert len(set(questions)) == len(questions) == min(settings.num_prompts, len(questions))
+  assert len(questions) == 500 or settings.operators == "++-"
+  assert {split_of(question) for question in questions} == {"heldout"}
+
+
+def test_every_number_is_a_question_of_its_own():
+  questions = [arithmetic.question_at(n, 3, 4, "+*") for n in range(arithmetic.count_questions(3, 4, "+*"))]
+  assert sorted(questions) == sorted(map("".join, itertools.product("1234", "+*", "1234", "+*", "1234")))
 
 
 def test_prompts_go_through_the_iterator():

@@ -70,6 +70,26 @@ def test_logits(pair, batch):
     assert parity.max_difference(logits[row, part], pair.logits_of(ids[row, part])) <= 2e-4
 
 
+def test_rows_that_are_padded_on_the_left(pair):
+  """transformers counts positions by the attention mask, [0,0,1,1,1] -> [0,0,0,1,2], and finds the logits of ours."""
+  import torch
+
+  positions_of = lambda attention: pair.theirs._prepare_position_ids_for_generation(
+    attention, {"attention_mask": attention}
+  )
+  assert positions_of(torch.tensor([[0, 0, 1, 1, 1]])).tolist() == [[0, 0, 0, 1, 2]]
+  ids, segments = parity.random_ids(*parity.SHAPE, seed=8), np.ones(parity.SHAPE, np.int32)
+  segments[0, :3], segments[1, :41] = 0, 0
+  logits, _ = pair.forward(ids, segments)
+  attention = torch.as_tensor(segments).long()
+  with torch.no_grad():
+    expected = pair.theirs(
+      torch.as_tensor(ids).long(), attention_mask=attention, position_ids=positions_of(attention)
+    ).logits.numpy()
+  for row, part in parity.segments_of(ids, segments):
+    assert parity.max_difference(logits[row, part], expected[row, part]) <= 2e-4
+
+
 def test_router_decisions(pair):
   """The same experts for every token in every layer."""
   gates = [module for name, module in pair.theirs.named_modules() if name.endswith("mlp.gate")]

@@ -124,6 +124,14 @@ def test_an_interruption_while_training_waits_for_an_evaluation(tmp_path, monkey
   assert list(evaluated(tmp_path)) == [0, 2, 3, 4]
 
 
+def test_a_split_with_fewer_prompts_is_used_once_and_that_is_logged(caplog):
+  config = training_toy.replace(make_config(), evaluation={"prompts": 100})
+  learner = setup.make_learner(config)
+  found = evaluate(config, setup.make_publisher(learner)(setup.init_policy_params(learner, 0)), 0)
+  assert found.success.trials == 64
+  assert sum("has 64 prompts, not evaluation.prompts=100" in message for message in caplog.messages) == 1
+
+
 def test_one_evaluation_at_a_time_and_none_outlives_its_run(monkeypatch):
   seen = []
 

@@ -99,7 +99,15 @@ class ScalarHead:
     """Nowhere."""
     return jnp.zeros(targets.shape, jnp.bool_)
 
-  def loss(self, outputs, targets, action_mask, *, denominator=None, old_values=None):
+  def loss(
+    self,
+    outputs: Float[Array, "*tokens O"],
+    targets: Float[Array, "*tokens"],
+    action_mask: Bool[Array, "*tokens"],
+    *,
+    denominator: Float[Array, ""] | float | None = None,
+    old_values: Float[Array, "*tokens"] | None = None,
+  ) -> tuple[Float[Array, ""], SumCounts]:
     """Squared error, see `value_loss`."""
     return value_loss(
       self.values(outputs), targets, action_mask, denominator=denominator, old_values=old_values, clip=self.clip
@@ -149,7 +157,15 @@ class HLGaussHead:
     cdf = jax.scipy.special.erf(z)
     return (cdf[..., 1:] - cdf[..., :-1]) / (cdf[..., -1:] - cdf[..., :1])
 
-  def loss(self, outputs, targets, action_mask, *, denominator=None, old_values=None):
+  def loss(
+    self,
+    outputs: Float[Array, "*tokens O"],
+    targets: Float[Array, "*tokens"],
+    action_mask: Bool[Array, "*tokens"],
+    *,
+    denominator: Float[Array, ""] | float | None = None,
+    old_values: Float[Array, "*tokens"] | None = None,
+  ) -> tuple[Float[Array, ""], SumCounts]:
     """Cross-entropy; `old_values` is not used."""
     del old_values
     action_mask = jnp.asarray(action_mask, jnp.bool_)

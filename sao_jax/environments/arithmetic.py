@@ -18,6 +18,22 @@ def draw_question(rng: np.random.Generator, num_operands: int, max_operand: int,
   return str(operands[0]) + "".join(f"{operator}{operand}" for operator, operand in zip(chosen, operands[1:]))
 
 
+def count_questions(num_operands: int, max_operand: int, operators: str) -> int:
+  """How many different questions `draw_question` can draw; `operators` are different ones."""
+  return max_operand**num_operands * len(operators) ** (num_operands - 1)
+
+
+def question_at(number: int, num_operands: int, max_operand: int, operators: str) -> str:
+  """Question 0 <= `number` < `count_questions` of them, in a fixed order, each once."""
+  number, operand = divmod(number, max_operand)
+  question = str(operand + 1)
+  for _ in range(num_operands - 1):
+    number, operator = divmod(number, len(operators))
+    number, operand = divmod(number, max_operand)
+    question += f"{operators[operator]}{operand + 1}"
+  return question
+
+
 def parse_question(question: str) -> tuple[list[int], list[str]]:
   """Operands and operators of a question that `draw_question` made: "3-12*7" -> [3, 12, 7], ["-", "*"]."""
   return [int(number) for number in re.findall(r"[0-9]+", question)], re.findall(r"[+*-]", question)

@@ -15,6 +15,7 @@ an episode that asks for more calls than it has ends with reward 0.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,6 +31,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.rewards.exact_match import integer_match
 
 MAX_DRAWS = 1000  # 0.9 ** 1000 = 2e-46: only a handful of different questions has none in a split
+MAX_HELDOUT = 10_000  # held-out questions, where there are more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Calculator:
   max_operand: int = 9
   operators: str = arithmetic.OPERATORS
   max_calls: int = 4  # turns without an answer; one more ends the episode with reward 0
-  num_prompts: int = 100_000  # per epoch and split; questions may repeat within it
+  num_prompts: int = 100_000  # per epoch, in which questions may repeat; held-out ones do not, and may be fewer
   demonstration_noise: float = 0.3  # chance that one step of a demonstration goes wrong
 
   def __post_init__(self):
@@ -63,19 +65,19 @@ class Calculator:
   def make(self, tokenizer: ByteTokenizer) -> CalculatorEpisode:
     return CalculatorEpisode(self, tokenizer)
 
-  def prompts(self, tokenizer: ByteTokenizer, split: str, seed: int) -> CalculatorPrompts:
-    return CalculatorPrompts(self, check_split(split), seed)
+  def prompts(self, tokenizer: ByteTokenizer, split: str, seed: int) -> Sequence[Prompt]:
+    return HeldoutPrompts(self, seed) if check_split(split) == "heldout" else TrainingPrompts(self, seed)
 
   def demonstration(self, prompt: Prompt, tokenizer: ByteTokenizer, rng: np.random.Generator) -> Demonstration:
     """An expert whose every step goes wrong with probability `demonstration_noise`, see `calculator_expert`."""
     return demonstrate(self.make(tokenizer), prompt, rng, self.demonstration_noise)
 
 
-class CalculatorPrompts(Sequence[Prompt]):
-  """Questions by index: the first of the draws (seed, index, 0), (seed, index, 1), ... that falls into the split."""
+class TrainingPrompts(Sequence[Prompt]):
+  """Questions by index: the first of the draws (seed, index, 0), (seed, index, 1), ... that is for training."""
 
-  def __init__(self, settings: Calculator, split: str, seed: int):
-    self._settings, self._split, self._seed = settings, split, seed
+  def __init__(self, settings: Calculator, seed: int):
+    self._settings, self._seed = settings, seed
 
   def __len__(self) -> int:
     return self._settings.num_prompts
@@ -87,13 +89,45 @@ class CalculatorPrompts(Sequence[Prompt]):
     for draw in range(MAX_DRAWS):
       rng = np.random.default_rng((self._seed, index, draw))
       question = arithmetic.draw_question(rng, settings.num_operands, settings.max_operand, settings.operators)
-      if split_of(question) == self._split:
+      if split_of(question) == "train":
         return Prompt(PromptKey(settings.name, index, 0), {"question": question})
-    raise ConfigError(
-      "environment.max_operand",
-      f"No {self._split} question among {MAX_DRAWS}: there are too few different ones.",
-      "Raise max_operand or num_operands, or allow more operators.",
-    )
+    raise _too_few(settings, "train")
+
+
+class HeldoutPrompts(Sequence[Prompt]):
+  """Different questions, so that the trials of an evaluation are independent; their order depends on the seed.
+
+  All that there are, or as many as `num_prompts` and MAX_HELDOUT allow.
+  """
+
+  def __init__(self, settings: Calculator, seed: int):
+    kinds = (settings.num_operands, settings.max_operand, "".join(dict.fromkeys(settings.operators)))
+    total, most = arithmetic.count_questions(*kinds), min(settings.num_prompts, MAX_HELDOUT)
+    # A tenth of them is held out: so many, if there are so many, surely hold as many as are wanted.
+    looked_at = min(total, 20 * most + MAX_DRAWS)
+    numbers = np.random.default_rng(seed).choice(total, size=looked_at, replace=False).tolist()
+    questions = (arithmetic.question_at(number, *kinds) for number in numbers)
+    self._questions = list(itertools.islice((q for q in questions if split_of(q) == "heldout"), most))
+    self._name = settings.name
+    if not self._questions:
+      raise _too_few(settings, "heldout")
+
+  def __len__(self) -> int:
+    return len(self._questions)
+
+  def __getitem__(self, index: int) -> Prompt:
+    if not 0 <= index < len(self):
+      raise IndexError(index)
+    index = int(index)
+    return Prompt(PromptKey(self._name, index, 0), {"question": self._questions[index]})
+
+
+def _too_few(settings: Calculator, split: str) -> ConfigError:
+  return ConfigError(
+    "environment.max_operand",
+    f"{settings.num_operands} operands up to {settings.max_operand} make too few different questions: no {split} one.",
+    "Raise max_operand or num_operands, or allow more operators.",
+  )
 
 
 class CalculatorEpisode(Environment):

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 
 import numpy as np
+from absl import logging
 
 from sao_jax.config import RunConfig
 from sao_jax.training.episodes import run_episodes
@@ -51,7 +52,7 @@ class Evaluation:
 
 
 def evaluate(config: RunConfig, params: PyTree, version: int, interrupt: StopSignal | None = None) -> Evaluation:
-  """Runs `evaluation.prompts` held-out prompts with fixed weights.
+  """Runs `evaluation.prompts` held-out prompts, or all there are, with fixed weights.
 
   Args:
     config: the run's configuration.
@@ -64,6 +65,10 @@ def evaluate(config: RunConfig, params: PyTree, version: int, interrupt: StopSig
   """
   settings = config.evaluation
   source = config.environment.prompts(config.environment.tokenizer(), "heldout", settings.seed)
+  if len(source) < settings.prompts:
+    logging.warning(
+      "The held-out split has %d prompts, not evaluation.prompts=%d: each is used once.", len(source), settings.prompts
+    )
   prompts = list(itertools.islice((source[index] for index in range(len(source))), settings.prompts))
   with make_service(config, params, seed=settings.seed, version=version) as service:
     trajectories, failures = run_episodes(

@@ -96,7 +96,7 @@ def one_step(config, devices=None, *, empty=False):
   """The state before and after one step, and its metrics, all on the host."""
   learner, step = learner_of(config, devices or tuple(jax.devices()[:1]))
   policy = setup.init_policy_params(learner, seed=0)
-  merged = merge_lora(policy, config.model.lora)
+  merged = merge_lora(policy)
   state = setup.make_state(learner, policy, value_params_from_policy(merged, config.model))
   before = jax.device_get(state)
   batch = packed_batch(learner, with_experts(config, make_trajectories())).rows

@@ -40,7 +40,8 @@ def random_lora(config, lora, seed=0):
   """Factors that matter, B included."""
   rng = np.random.default_rng(seed)
   specs = lora_specs(param_specs(config), lora)
-  return jax.tree.map(lambda spec: jnp.asarray(rng.normal(0, 0.3, spec.shape), jnp.float32), specs)
+  factors = jax.tree.map(lambda spec: jnp.asarray(rng.normal(0, 0.3, spec.shape), jnp.float32), specs)
+  return factors | {"scale": specs["scale"].initialize(jax.random.key(0))}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -68,7 +69,7 @@ def test_merging_by_hand(name):
   lora = LoRAConfig(rank=3, alpha=6.0)
   params = hf_toy.random_params(config)
   factors = random_lora(config, lora)
-  merged = merge_lora(params | {"lora": factors}, lora)
+  merged = merge_lora(params | {"lora": factors})
   assert jax.tree.structure(merged) == jax.tree.structure(params)
   flat = lambda tree: {"/".join(k.key for k in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
   a, b, before, after = flat(factors["a"]), flat(factors["b"]), flat(params), flat(merged)
@@ -95,7 +96,7 @@ def test_a_layer_computes_with_the_sum(remat):
   positions = jnp.tile(jnp.arange(7, dtype=jnp.int32), (2, 1))
   run = jax.jit(lambda params: trunk(params, config, ids, positions, attend=packed_attend(ones))[0])
   adapted = run(params | {"lora": factors})
-  np.testing.assert_allclose(adapted, run(merge_lora(params | {"lora": factors}, lora)), atol=1e-5)
+  np.testing.assert_allclose(adapted, run(merge_lora(params | {"lora": factors})), atol=1e-5)
   plain = run(params)
   assert np.abs(adapted - plain).max() > 0.1
   start = factors | {"b": jax.tree.map(jnp.zeros_like, factors["b"])}
@@ -125,8 +126,8 @@ def test_dtypes_of_the_sum():
   config = dataclasses.replace(hf_toy.DENSE, param_dtype="bfloat16")
   lora = LoRAConfig(rank=2)
   params = hf_toy.random_params(config) | {"lora": random_lora(config, lora)}
-  merged, kept = merge_lora(params, lora), merge_lora(params, lora, keep_dtype=True)
+  merged, kept = merge_lora(params), merge_lora(params, keep_dtype=True)
   assert merged["dense_layers"]["attention"]["q"].dtype == jnp.float32
   assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
   plain = {name: leaf for name, leaf in params.items() if name != "lora"}
-  assert merge_lora(plain, lora) is plain
+  assert merge_lora(plain) is plain

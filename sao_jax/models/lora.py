@@ -26,38 +26,49 @@ TARGETS = {
 
 
 def lora_specs(specs: Specs, config: LoRAConfig) -> Specs:
-  """{"a": ..., "b": ...}: two trees with the target matrices of `specs` alone, which are fp32.
+  """{"a": ..., "b": ..., "scale": []}: two trees with the target matrices of `specs` alone, and alpha / rank; all fp32.
 
   A matrix W [*stacked, *inputs, *outputs] gets A [*stacked, *inputs, rank], from N(0, 1 / inputs), and B [*stacked,
-  rank, *outputs], which is 0, so that training starts from W. Stacked are layers, and experts.
+  rank, *outputs], which is 0, so that training starts from W. Stacked are layers, and experts. The scale, which never
+  trains, is a parameter so that factors are never stored, nor read again, without it.
   """
   targets = {name for target in config.targets for name in TARGETS[target]}
+  scale = lambda key, shape, dtype: jnp.full(shape, lora_scale(config), dtype)
   return {
     "a": {group: _select(specs[group], targets, _a, config.rank) for group in _groups(specs)},
     "b": {group: _select(specs[group], targets, _b, config.rank) for group in _groups(specs)},
+    "scale": ParamSpec((), (), scale, compute_dtype="float32"),
   }
+
+
+def lora_scale(config: LoRAConfig) -> float:
+  """alpha / rank."""
+  return config.alpha / config.rank
 
 
 def lora_of(params: Params, group: str) -> Params:
   """What of the parameters' "lora" belongs to a stack of layers; empty trees without any."""
-  return {factor: tree[group] for factor, tree in params["lora"].items()} if "lora" in params else {"a": {}, "b": {}}
+  if "lora" not in params:
+    return {"a": {}, "b": {}}
+  return {factor: params["lora"][factor][group] for factor in ("a", "b")}
 
 
-def add_lora(params: Params, lora: Params, config: LoRAConfig) -> Params:
-  """`params`, of one layer or of a stack of layers, with every target matrix replaced by W + alpha / rank · A B.
+def add_lora(params: Params, factors: Params, scale: Float[Array, ""] | None) -> Params:
+  """`params`, of one layer or of a stack of layers, with every target matrix replaced by W + scale · A B.
 
-  `lora` holds the factors "a" and "b" of these parameters; those matrices that have any come back in fp32.
+  `factors` holds "a" and "b" of these parameters; those matrices that have any come back in fp32. Without any, `params`
+  stay as they are, and there is no scale.
   """
 
   def add(weight: Params | jax.Array, a: Params | jax.Array, b: Params | jax.Array) -> Params | jax.Array:
     if isinstance(weight, dict):
       return {name: add(leaf, a[name], b[name]) if name in a else leaf for name, leaf in weight.items()}
-    return weight.astype(jnp.float32) + config.alpha / config.rank * _product(a, b, weight.ndim)
+    return weight.astype(jnp.float32) + scale * _product(a, b, weight.ndim)
 
-  return add(params, lora["a"], lora["b"])
+  return add(params, factors["a"], factors["b"])
 
 
-def merge_lora(params: Params, config: LoRAConfig, *, keep_dtype: bool = False) -> Params:
+def merge_lora(params: Params, *, keep_dtype: bool = False) -> Params:
   """A policy without "lora" that computes what `params` with it do; one without any comes back as it is.
 
   What was changed is fp32, or with `keep_dtype` what it was before, rounded.
@@ -65,7 +76,7 @@ def merge_lora(params: Params, config: LoRAConfig, *, keep_dtype: bool = False) 
   if "lora" not in params:
     return params
   plain = {name: leaf for name, leaf in params.items() if name != "lora"}
-  merged = add_lora(plain, params["lora"], config)
+  merged = add_lora(plain, params["lora"], params["lora"]["scale"])
   return jax.tree.map(lambda new, old: new.astype(old.dtype), merged, plain) if keep_dtype else merged
 
 

@@ -78,8 +78,10 @@ def param_specs(config: ModelConfig) -> Specs:
     specs["dense_layers"] = stack_specs(layer | {"mlp": gated(config.d_ff)}, num_dense)
   if num_dense < config.num_layers:
     experts, width = config.num_experts, config.d_ff_expert
+    # Published sigmoid routers are stored in fp32, whatever the rest is.
+    router = "float32" if config.router == "sigmoid" else config.param_dtype
     moe = {
-      "router": spec((dim, experts), ("embed", None), compute_dtype="float32"),
+      "router": spec((dim, experts), ("embed", None), dtype=router, compute_dtype="float32"),
       "gate": spec((experts, dim, width), ("expert", "embed", "mlp")),
       "up": spec((experts, dim, width), ("expert", "embed", "mlp")),
       "down": spec((experts, width, dim), ("expert", "mlp", "embed")),
@@ -154,10 +156,12 @@ def trunk(
   indexers = params.get("indexer_layers")
   selection = no_selection(config, attend, *token_ids.shape)  # what sparse attention reads, from one layer to the next
 
+  scale = params["lora"]["scale"] if "lora" in params else None
+
   def layer(state: tuple[jax.Array, Any, Any], inputs: tuple[Params, Params, jax.Array, jax.Array | None]):
     x, carry, selection = state
     params, lora, layer_index, replayed = inputs
-    params, routed = add_lora(params, lora, config.lora), None
+    params, routed = add_lora(params, lora, scale), None
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
     if config.kv_lora_rank:
       layer_attention = functools.partial(latent_attention, indexers=indexers, selection=selection)

@@ -17,6 +17,7 @@ from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.rollout.packing import check_buckets
 from sao_jax.training import phases
+from sao_jax.training.adapters import check_lora_scale
 from sao_jax.training.audit import audit_sampler
 from sao_jax.training.checkpoint import Checkpointer
 from sao_jax.training.compilation import CompiledSteps
@@ -31,7 +32,13 @@ from sao_jax.training.record import Record
 from sao_jax.training.report import EPISODES_FILE
 from sao_jax.training.rollouts import POLL, StepMetrics, make_rollout_loop, take
 from sao_jax.training.sampling import make_service
-from sao_jax.training.setup import Learner, abstract_state, make_learner, make_publisher, rows_multiple
+from sao_jax.training.setup import (
+  Learner,
+  abstract_state,
+  make_learner,
+  make_publisher,
+  rows_multiple,
+)
 from sao_jax.training.validation import validate
 from sao_jax.types import TrainState, Trajectory
 
@@ -83,6 +90,7 @@ def run_phase(config: RunConfig, workdir: pathlib.Path, phase: phases.Phase, *, 
       state = phases.initial_state(config, learner, workdir, phase)
     else:
       step, state, host_state = restored
+      check_lora_scale(config, state.policy.params)
       logging.info("%s: going on after step %d of %d.", phase.name, step, phase.steps)
       if int(state.policy_version) != phase.version(step):
         raise ConfigError(

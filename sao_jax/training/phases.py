@@ -16,8 +16,14 @@ from sao_jax.models.hf_folder import is_hf_folder
 from sao_jax.models.hf_import import import_policy
 from sao_jax.models.lora import merge_lora
 from sao_jax.models.value import value_params_from_policy
+from sao_jax.training.adapters import add_fresh_lora, check_lora_scale
 from sao_jax.training.checkpoint import Checkpointer, load_host_state, load_params
-from sao_jax.training.setup import Learner, add_fresh_lora, init_policy_params, make_state, sharded_specs
+from sao_jax.training.setup import (
+  Learner,
+  init_policy_params,
+  make_state,
+  sharded_specs,
+)
 from sao_jax.types import PyTree, TrainState
 
 PHASES = SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"
@@ -128,6 +134,7 @@ def _load_policy(learner: Learner, folder: pathlib.Path, step: int | None = None
   """The policy of a folder of checkpoints, the newest or that of `step`; LoRA may have trained it, or begin now."""
   abstract = sharded_specs(learner.policy_specs, learner.mesh)
   params = load_params(folder, "policy", abstract, step=step, optional="lora")
+  check_lora_scale(learner.config, params)
   return add_fresh_lora(learner, params, learner.config.training.seed)
 
 
@@ -163,7 +170,7 @@ def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, ph
     if phase.name == TRAIN:
       logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")
     key = jax.random.key(config.training.seed)
-    merged = merge_lora(policy, config.model.lora, keep_dtype=True)
+    merged = merge_lora(policy, keep_dtype=True)
     critic = value_params_from_policy(merged, config.model, num_outputs, config.algorithm.value_head_initializer, key)
   return make_state(learner, policy, critic)
 

@@ -94,7 +94,7 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
   frozen_policy = indexer_paths(config.model) | router_bias_paths(config.model)
   if config.model.lora.rank:
     policy_specs = base_specs | {"lora": lora_specs(base_specs, config.model.lora)}
-    frozen_policy = frozenset(path_names(base_specs))
+    frozen_policy = frozenset({*path_names(base_specs), "lora/scale"})
   value_specs = value_param_specs(config.model, head.num_outputs, algorithm.value_head_initializer)
   for specs in (policy_specs, value_specs):
     check_mesh_divides_model(mesh, specs, DEFAULT_RULES)
@@ -139,15 +139,6 @@ def init_policy_params(learner: Learner, seed: int) -> PyTree:
   """Random policy parameters, created sharded."""
   shardings = param_shardings(learner.policy_specs, learner.mesh)
   return jax.jit(lambda key: init_params(learner.policy_specs, key), out_shardings=shardings)(jax.random.key(seed))
-
-
-def add_fresh_lora(learner: Learner, params: PyTree, seed: int) -> PyTree:
-  """Policy parameters with LoRA's factors at their start, where the learner trains any and `params` have none."""
-  if "lora" in params or "lora" not in learner.policy_specs:
-    return params
-  specs = {"lora": learner.policy_specs["lora"]}
-  shardings = param_shardings(specs, learner.mesh)
-  return params | jax.jit(lambda key: init_params(specs, key), out_shardings=shardings)(jax.random.key(seed))
 
 
 def sharded_specs(specs: PyTree, mesh: Mesh) -> PyTree:
@@ -248,11 +239,10 @@ def make_publisher(learner: Learner) -> Callable[[PyTree], PyTree]:
   """
   devices = place(learner.config).sampler
   sampler_mesh = make_sampler_mesh(learner.config, devices)
-  model = learner.config.model
   specs = {name: spec for name, spec in learner.policy_specs.items() if name != "lora"}
   if sampler_mesh is None:
     target = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(devices[0]), specs)
   else:
     target = param_shardings(specs, sampler_mesh)
-  dtypes = jax.tree.map(lambda spec: spec.compute_dtype or model.dtype, specs)
-  return make_publish(target, dtypes, prepare=functools.partial(merge_lora, config=model.lora))
+  dtypes = jax.tree.map(lambda spec: spec.compute_dtype or learner.config.model.dtype, specs)
+  return make_publish(target, dtypes, prepare=merge_lora)

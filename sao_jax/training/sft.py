@@ -22,6 +22,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.rollout.packing import check_buckets
 from sao_jax.training import phases
+from sao_jax.training.adapters import check_lora_scale
 from sao_jax.training.batches import packed_batch
 from sao_jax.training.checkpoint import Checkpointer
 from sao_jax.training.interrupt import Interrupt
@@ -135,6 +136,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike) -> PyTree:
       step, network = 0, make_network(learner, phases.initial_policy(config, learner, workdir, earlier=()))
     else:
       step, network, host_state = restored
+      check_lora_scale(config, network.params)
       demonstrations.prompts.set_state(host_state["prompts"])
     with (
       MetricsWriter(workdir, phases.SFT, restored_step=step or None) as writer,

@@ -6,10 +6,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+from rollout_fakes import fill, make_buffer
 from test_rollout_segments import Rewriting, completion
 from test_rollout_segments import play as play_episode
 
 from sao_jax.episode_types import PromptKey
+from sao_jax.rollout.admission import check_identity
 from sao_jax.rollout.builder import TrajectoryBuilder
 from sao_jax.rollout.evidence import Routing, check_routed_experts, check_trajectory
 from sao_jax.rollout.failures import BadEvidence
@@ -133,3 +135,20 @@ def test_packing_and_checkpoints_keep_every_row():
     assert restored.routed_experts.dtype == np.int16
   plain = dataclasses.replace(first, routed_experts=None)
   assert trajectories_from_state(*trajectories_to_state([plain]))[0].routed_experts is None
+  for mixed in ([plain, second], [first, plain, second]):  # a run that began to record in between
+    for restored, want in zip(trajectories_from_state(*trajectories_to_state(mixed)), mixed, strict=True):
+      assert (restored.routed_experts is None) == (want.routed_experts is None)
+      if want.routed_experts is not None:
+        np.testing.assert_array_equal(restored.routed_experts, want.routed_experts)
+
+
+def test_what_was_buffered_without_experts_is_filtered_by_a_run_that_replays():
+  trajectory = changed(8, -1)
+  plain = dataclasses.replace(trajectory, routed_experts=None, rollout_id=1)
+  before = make_buffer()
+  fill(before, trajectory, plain)
+  after = make_buffer(routing=ROUTING)
+  after.restore(*before.snapshot())
+  counters = after.admission.counters()
+  assert len(after) == counters["buffered"] == 1 and counters["filtered/routed experts missing"] == 1
+  check_identity(counters)

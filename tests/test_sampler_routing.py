@@ -17,6 +17,7 @@ from sao_jax.models.attention import packed_attend
 from sao_jax.models.transformer import trunk
 from sao_jax.rollout.packing import pack
 from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.requests import SessionReleasedError
 from sao_jax.sampler.scheduler import Scheduler
 from sao_jax.types import PromptKey, Status, Trajectory
 
@@ -48,10 +49,11 @@ TURN = st.tuples(st.lists(st.integers(1, 90), max_size=5), st.integers(1, 6))  #
   slots=st.integers(1, 3),
   publishes=st.sets(st.integers(0, 30), max_size=3),
   contexts=st.sets(st.tuples(st.integers(0, 4), st.integers(1, 3))),
+  releases=st.sets(st.tuples(st.integers(0, 30), st.integers(0, 4)), max_size=3),
   kv_after_publish=st.sampled_from(["keep", "reprefill"]),
 )
-def test_every_token_that_was_read_has_one_row(sessions, slots, publishes, contexts, kv_after_publish):
-  """Whatever is parked, published or begun anew meanwhile: rows are those of tokens 0 ... n - 2 of every context."""
+def test_every_token_that_was_read_has_one_row(sessions, slots, publishes, contexts, releases, kv_after_publish):
+  """Whatever is parked, published, released or begun anew: rows are those of tokens 0 ... n - 2 of every context."""
   _, scheduler = make(slots, decode_steps=3, kv_after_publish=kv_after_publish, record_experts=True, park_after=0)
   ids, rows, waiting = {}, {}, []
 
@@ -72,10 +74,15 @@ def test_every_token_that_was_read_has_one_row(sessions, slots, publishes, conte
   while unfinished:
     if tick in publishes:
       scheduler.publish(None, tick)
+    for _, index in (release for release in releases if release[0] == tick):
+      scheduler.release(index)
     scheduler.tick()
     tick += 1
     for index, turn, done in list(waiting):
       waiting.remove((index, turn, done))
+      if isinstance(done, SessionReleasedError):
+        unfinished -= 1
+        continue
       ids[index] += done.token_ids.tolist()
       rows[index] += done.routed_experts[:, 0].tolist()
       assert [row[:2] for row in rows[index]] == [[i, token] for i, token in enumerate(ids[index][:-1])]

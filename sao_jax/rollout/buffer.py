@@ -17,7 +17,7 @@ from typing import Any
 from sao_jax.errors import ConfigError
 from sao_jax.rollout.admission import AdmissionControl, Place
 from sao_jax.rollout.evidence import Routing, check_trajectory
-from sao_jax.rollout.failures import Outcome
+from sao_jax.rollout.failures import BadEvidence, Outcome
 from sao_jax.rollout.staleness import is_stale, mask_over_age, mask_truncated, token_lags
 from sao_jax.rollout.statistics import RolloutStatistics
 from sao_jax.types import Trajectory
@@ -195,13 +195,23 @@ class TrajectoryBuffer:
       return state, [t for batch in self._training for t in batch.original] + list(self._queue)
 
   def restore(self, state: dict[str, Any], trajectories: list[Trajectory]) -> None:
-    """Replaces counters and contents by those of a snapshot."""
+    """Replaces counters and contents by those of a snapshot; what lacks evidence that is wanted by now is filtered.
+
+    Such are trajectories without routed experts in a run that goes on with `algorithm.router_replay`.
+    """
     with self._changed:
       self.version = state["version"]
       self.admission.load_state_dict(state["admission"])
       self.statistics.load_state_dict(state["statistics"])
-      self._queue = collections.deque(trajectories)
+      self._queue.clear()
       self._training.clear()
+      for trajectory in trajectories:
+        try:
+          check_trajectory(trajectory, self._routing)
+        except BadEvidence as error:
+          self.admission.settle(Place.BUFFERED, Outcome.FILTERED, error.reason)
+        else:
+          self._queue.append(trajectory)
       self._changed.notify_all()
 
   @property

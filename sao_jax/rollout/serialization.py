@@ -16,7 +16,7 @@ TOKEN_FIELDS = {
   "policy_version": np.int32,
 }
 
-EXPERTS = "routed_experts"  # of all trajectories or of none
+EXPERTS = "routed_experts"  # of those trajectories that have any
 
 
 def trajectories_to_state(trajectories: list[Trajectory]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
@@ -34,24 +34,29 @@ def trajectories_to_state(trajectories: list[Trajectory]) -> tuple[list[dict[str
       "key": list(trajectory.key),
       "rollout_id": trajectory.rollout_id,
       "info": {name: float(value) for name, value in trajectory.info.items()},
+      "routed": trajectory.routed_experts is not None,
     }
     for trajectory in trajectories
   ]
   if not trajectories:
     return records, {}
   arrays = {name: np.concatenate([getattr(t, name) for t in trajectories]) for name in TOKEN_FIELDS}
-  if all(trajectory.routed_experts is not None for trajectory in trajectories):
-    arrays[EXPERTS] = np.concatenate([trajectory.routed_experts for trajectory in trajectories])
+  routed = [trajectory.routed_experts for trajectory in trajectories if trajectory.routed_experts is not None]
+  if routed:
+    arrays[EXPERTS] = np.concatenate(routed)
   return records, arrays
 
 
 def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.ndarray]) -> list[Trajectory]:
   """The inverse of `trajectories_to_state`, bit for bit."""
-  trajectories, start = [], 0
+  trajectories, start, routed = [], 0, 0
   for record in records:
     end = start + record["length"]
     tokens = {name: np.asarray(arrays[name][start:end], dtype=dtype) for name, dtype in TOKEN_FIELDS.items()}
-    trained = tokens.pop("trained")
+    trained, experts = tokens.pop("trained"), None
+    if record.get("routed"):
+      experts = np.asarray(arrays[EXPERTS][routed : routed + record["length"]], dtype=np.int16)
+      routed += record["length"]
     trajectories.append(
       Trajectory(
         **tokens,
@@ -62,7 +67,7 @@ def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.
         key=PromptKey(*record["key"]),
         rollout_id=record["rollout_id"],
         info=record["info"],
-        routed_experts=np.asarray(arrays[EXPERTS][start:end], dtype=np.int16) if EXPERTS in arrays else None,
+        routed_experts=experts,
         loss_mask=None if np.array_equal(trained, tokens["action_mask"]) else trained,
       )
     )

@@ -8,6 +8,7 @@ import hf_toy
 import jax
 import numpy as np
 import pytest
+from test_models_family_glm5 import TINY as GLM5
 
 from sao_jax.config import ModelConfig
 from sao_jax.models import value
@@ -18,6 +19,7 @@ from sao_jax.parallel.params import path_names
 GROUPED = ["q", "k", "v", "o"]
 NORMS = ["q_norm", "k_norm"]
 BIASES = ["q_bias", "k_bias", "v_bias"]
+LATENT = ["q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b", "o"]
 AIR = dataclasses.replace(hf_toy.GLM, qk_norm=False)
 QWEN3_MOE = ModelConfig(num_experts=4)
 FROZEN = {  # layers and leaves of attention, per family
@@ -25,6 +27,12 @@ FROZEN = {  # layers and leaves of attention, per family
   "qwen3_moe": (QWEN3_MOE, ["moe_layers"], GROUPED + NORMS),
   "glm4_moe": (hf_toy.GLM, ["dense_layers", "moe_layers"], GROUPED + NORMS + BIASES),
   "glm4_moe without q/k norm": (AIR, ["dense_layers", "moe_layers"], GROUPED + BIASES),
+  "glm_moe_dsa": (GLM5, ["dense_layers", "moe_layers"], LATENT),
+}
+CORRECTION = {"moe_layers/moe/correction_bias"}
+NO_GRADIENT = {  # frozen whatever the configuration says, per family
+  "glm4_moe": CORRECTION,
+  "glm_moe_dsa": CORRECTION | {f"indexer_layers/{leaf}" for leaf in ("q", "k", "k_norm", "k_norm_bias", "weights")},
 }
 
 
@@ -32,15 +40,17 @@ FROZEN = {  # layers and leaves of attention, per family
 def test_what_is_frozen(name):
   """All of the attention modules, biases included, and nothing else; more by configuration."""
   config, layers, leaves = FROZEN[name]
-  assert family_of_model(config).model_type == name.split()[0]
+  family = name.split()[0]
+  assert family_of_model(config).model_type == family
   expected = {f"{layer}/attention/{leaf}" for layer in layers for leaf in leaves}
-  bias = {"moe_layers/moe/correction_bias"} if config.router == "sigmoid" else set()
-  assert frozen_value_paths(config) == expected | bias
+  fixed = NO_GRADIENT.get(family, set())
+  assert frozen_value_paths(config) == expected | fixed
   declared = set(path_names(value_param_specs(config)))
-  assert expected == {path for path in declared if "/attention/" in path} and bias <= declared
-  assert frozen_value_paths(config, attention=False) == bias  # it has no gradient, in value pretraining neither
-  router = frozen_value_paths(config, attention=False, router=True)
-  assert router == {path for path in declared if path.endswith(("moe/router", "correction_bias"))}
+  assert expected == {path for path in declared if "/attention/" in path}
+  assert fixed == {path for path in declared if path.startswith("indexer") or path.endswith("correction_bias")}
+  assert frozen_value_paths(config, attention=False) == fixed  # in value pretraining too
+  router = frozen_value_paths(config, attention=False, router=True) - fixed
+  assert router == {path for path in declared if path.endswith("moe/router")}
   assert bool(router) == bool(config.num_experts)
 
 

@@ -129,6 +129,14 @@ def test_cache_size():
   assert kv_bytes_per_token(model, "float32") == 2 * kv_bytes_per_token(model)
 
 
+@pytest.mark.parametrize("number, layers", [(..., [46]), (None, []), (0, []), (1, [46]), (2, [46, 47])])
+def test_layers_that_predict_further_tokens(number, layers):
+  """Null is none; without the field there is one, as published."""
+  fields = replaced(GLM, num_nextn_predict_layers=number)
+  assert from_hf_config(fields) == from_hf_config(GLM)
+  assert family_of_fields(fields).beyond_trunk(fields) == tuple(f"model.layers.{layer}." for layer in layers)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_written_and_read_again(name):
   model = PUBLISHED[name].model

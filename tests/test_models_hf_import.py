@@ -81,7 +81,7 @@ def test_host_memory_is_bounded_by_the_largest_tensor(tmp_path):
 
 
 def test_storage_dtypes(tmp_path):
-  """bf16 folders widen exactly; an fp32 folder is rounded once; the correction bias stays in fp32."""
+  """bf16 folders widen exactly; an fp32 folder is rounded once; a sigmoid router and its bias stay in fp32."""
   config = dataclasses.replace(hf_toy.GLM, num_layers=1, num_dense_layers=0, attention_bias=False, d_ff_shared=0)
   folder, params = hf_toy.make_folder(tmp_path / "a", config, dtype="bfloat16")
   assert {tensor.dtype for tensor in folder.tensors.values()} == {"BF16", "F32"}
@@ -91,9 +91,9 @@ def test_storage_dtypes(tmp_path):
   np.testing.assert_array_equal(wide["embed"], params["embed"].astype(ml_dtypes.bfloat16).astype(np.float32))
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(a.dtype)), wide, narrow)
   for loaded in (wide, narrow):
-    bias = loaded["moe_layers"]["moe"]["correction_bias"]
-    assert bias.dtype == np.float32
-    np.testing.assert_array_equal(bias, params["moe_layers"]["moe"]["correction_bias"])
+    for name in ("router", "correction_bias"):
+      assert loaded["moe_layers"]["moe"][name].dtype == np.float32
+      np.testing.assert_array_equal(loaded["moe_layers"]["moe"][name], params["moe_layers"]["moe"][name])
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])

@@ -6,9 +6,11 @@ import numpy as np
 import parity
 import pytest
 
+from sao_jax.config import ModelConfig
 from sao_jax.models.families import family_of_model
 from sao_jax.models.hf_export import export_policy
 from sao_jax.models.hf_folder import HFFolder
+from sao_jax.models.hf_import import import_policy
 from sao_jax.models.published import PUBLISHED, total_params
 
 COMMON = {
@@ -145,6 +147,28 @@ def test_the_export_loads_in_transformers(pair, tmp_path, with_base):
   assert len(list(folder.glob("*.safetensors"))) > 1
   for name in source.tensors:
     assert exported.read(name).tobytes() == source.read(name).tobytes(), name
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_moe", "glm4_moe as GLM-4.5", "glm_moe_dsa as GLM-5"])
+def test_bf16_folders_come_back_bit_for_bit(case, tmp_path):
+  """Saved in bf16 by transformers, which keeps the routers of GLM in fp32; kept in bf16 here, or widened meanwhile."""
+  import torch
+
+  package, (name, fields) = parity.transformers(), CASES[case]
+  parity.save_random(getattr(package, name)(**fields), tmp_path / "fp32")
+  model = package.AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=torch.bfloat16)
+  model.save_pretrained(tmp_path / "bf16")
+  source = HFFolder(tmp_path / "bf16")
+  gates = {tensor.dtype for name, tensor in source.tensors.items() if name.endswith("mlp.gate.weight")}
+  assert gates == ({"F32"} if case.startswith("glm") else {"BF16"} if "moe" in case else set())
+  for ours in ("bfloat16", "float32"):
+    config = source.model_config(ModelConfig(param_dtype=ours))
+    export_policy(import_policy(source.path, config), config, tmp_path / ours, base=source, dtype="bfloat16")
+    exported = HFFolder(tmp_path / ours)
+    assert exported.tensors.keys() == source.tensors.keys()
+    for tensor in source.tensors:
+      assert exported.tensors[tensor].dtype == source.tensors[tensor].dtype, tensor
+      assert exported.read(tensor).tobytes() == source.read(tensor).tobytes(), tensor
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

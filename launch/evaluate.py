@@ -14,7 +14,9 @@ from launch import _flags
 from sao_jax.config import RunConfig
 from sao_jax.training import evaluation, interrupt, phases, setup
 
-_PHASE = flags.DEFINE_enum("phase", "", ["", "sft", "train"], "Whose policy; by default the newest.")
+_PHASE = flags.DEFINE_enum(
+  "phase", "", ["", "base", "sft", "train"], "Whose policy; base: model.checkpoint. By default the newest."
+)
 
 
 def main(config: RunConfig, workdir: str) -> None:

@@ -16,7 +16,9 @@ from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.training import episodes, interrupt, phases, sampling, setup
 
-_PHASE = flags.DEFINE_enum("phase", "", ["", "sft", "train"], "Whose policy; by default the newest.")
+_PHASE = flags.DEFINE_enum(
+  "phase", "", ["", "base", "sft", "train"], "Whose policy; base: model.checkpoint. By default the newest."
+)
 _PROMPT = flags.DEFINE_integer("prompt", 0, "Which held-out prompt.", lower_bound=0)
 _TEMPERATURE = flags.DEFINE_float(
   "temperature", 1.0, "Sampling temperature; 0 takes the most likely token.", lower_bound=0
@@ -47,7 +49,7 @@ def main(config: RunConfig, workdir: str) -> None:
   console = rich.console.Console()
   console.print(f"{phase}, policy version {version}, held-out prompt {_PROMPT.value}")
   for kind, text in episodes.episode_segments(trajectory, tokenizer):
-    console.print(rich.text.Text(f"{kind:>11} | {text}", style=STYLES[kind]))
+    console.print(rich.text.Text(f"{kind:>11} | {text}", style=STYLES[kind]), soft_wrap=True)
   console.print(f"{trajectory.status.value}, reward {trajectory.reward:g}, {trajectory.num_sampled} sampled tokens")
 
 

@@ -12,6 +12,7 @@ import pytest
 import training_toy
 
 from launch import _flags
+from sao_jax.environments.chat import MODEL_CHECKPOINT
 from sao_jax.errors import ConfigError
 from sao_jax.models.hf_folder import HFFolder
 from sao_jax.training import convert, phases, setup
@@ -52,6 +53,49 @@ def test_the_command_line(folder, tmp_path):
   assert config.model.tie_embeddings and config.model.d_model == TIED.d_model and config.model.dtype == "bfloat16"
   with pytest.raises(ConfigError, match="model.d_model: 32 was set"):
     _flags.parse([*argv, "--config.model.d_model=32"], flag_values=_flags.flags.FlagValues())
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+  """Settings of an environment that takes its tokenizer from a folder, and of one around it."""
+
+  tokenizer_folder: str = MODEL_CHECKPOINT
+  inner: training_toy.Parity | Chat = training_toy.Parity()
+
+
+@pytest.mark.parametrize("environment", [Chat(), Chat("elsewhere", Chat())])
+def test_an_environment_takes_the_tokenizer_from_the_same_folder(folder, tmp_path, environment):
+  config = dataclasses.replace(training_toy.get_config(), environment=environment)
+  with pytest.raises(ConfigError, match="model.checkpoint: it is empty, and environment.*tokenizer_folder takes"):
+    with_folder_shape(config)
+  with pytest.raises(ConfigError, match=f"{tmp_path} is no Hugging Face folder, and"):
+    with_folder_shape(training_toy.replace(config, model={"checkpoint": str(tmp_path)}))
+  source = str(folder[0].path)
+  shaped = with_folder_shape(training_toy.replace(config, model={"checkpoint": source}))
+  assert shaped.environment in (Chat(source), Chat("elsewhere", Chat(source)))
+  assert (shaped.environment.tokenizer_folder == source) == (environment == Chat())
+
+
+def test_without_a_run_its_policy_is_the_newest(folder, tmp_path):
+  """What evaluate and sample look at: the folder's policy, until there is a checkpoint, or when it is asked for."""
+  source, params = folder
+  config = training_toy.replace(training_toy.get_config(), model={"checkpoint": str(source.path)})
+  learner = setup.make_learner(with_folder_shape(config), tuple(jax.devices()[:1]))
+  newest, version, phase = phases.latest_policy(learner.config, learner, tmp_path)
+  equal(newest, params)
+  assert (version, phase) == (0, "base")
+  with pytest.raises(ConfigError, match="holds no checkpoint of train"):
+    phases.latest_policy(learner.config, learner, tmp_path, "train")
+  imitated = jax.tree.map(lambda leaf: leaf + 1, params)
+  with Checkpointer(tmp_path / "sft") as checkpointer:
+    checkpointer.save(3, {"policy": {"params": imitated}})
+  newest, _, phase = phases.latest_policy(learner.config, learner, tmp_path)
+  equal(newest, imitated)
+  assert phase == "sft"
+  equal(phases.latest_policy(learner.config, learner, tmp_path, "base")[0], params)
+  nothing = training_toy.replace(learner.config, model={"checkpoint": ""})
+  with pytest.raises(ConfigError, match="model.checkpoint: it names no model"):
+    phases.latest_policy(nothing, learner, tmp_path, "base")
 
 
 def test_a_run_starts_from_it(folder, tmp_path):
@@ -115,7 +159,11 @@ def test_both_networks_of_a_run_of_our_own(tmp_path):
   assert policy.tensors.keys() - critic.tensors.keys() == {"lm_head.weight"}
   assert (critic.path / "value_head.safetensors").is_file()
   recorded = json.loads((tmp_path / "config.json").read_text())
-  recorded["model"]["num_layers"] = 2
+  recorded["model"]["checkpoint"] = "models/gone"
+  (tmp_path / "config.json").write_text(json.dumps(recorded))
+  with pytest.raises(ConfigError, match="started from models/gone, which is not there"):
+    convert.to_hf(tmp_path / "train", tmp_path / "other")
+  recorded["model"] |= {"checkpoint": "", "num_layers": 2}
   (tmp_path / "config.json").write_text(json.dumps(recorded))
   with pytest.raises(ConfigError, match=r"checkpoint policy/moe_layers/attention/k: expected float32\[2, "):
     convert.to_hf(tmp_path / "train", tmp_path / "other")

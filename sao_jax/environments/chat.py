@@ -18,6 +18,8 @@ from sao_jax.data.chat import ChatRenderer, ChatSession, Tools
 from sao_jax.data.chat_template import Message
 from sao_jax.environments.base import Environment, Prompt, StepResult
 
+MODEL_CHECKPOINT = "model.checkpoint"  # as a `tokenizer_folder`: the Hugging Face folder that this field names
+
 
 @dataclasses.dataclass(frozen=True)
 class Reply:

@@ -43,7 +43,7 @@ class ReasoningGym:
   task_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # min_terms, max_digits, ...
   num_prompts: int = 10_000  # per epoch and split; questions may repeat within it
   demonstration_noise: float = 0.6  # chance that the answer of a demonstration is wrong
-  tokenizer_folder: str = ""  # a Hugging Face folder with tokenizer and chat template; "": the byte tokenizer
+  tokenizer_folder: str = ""  # a Hugging Face folder, or MODEL_CHECKPOINT, for a chat; "": the byte tokenizer
   template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # such as enable_thinking
   grader_processes: int = 2
   grader_timeout: float = 10.0  # seconds for one score; a scorer that takes longer has not graded

@@ -53,7 +53,7 @@ def export_policy(
     config: the model's shape.
     directory: to write; it appears when all of it is there.
     base: the folder that the policy started from: its config.json and tokenizer files are kept, and byte for byte the
-      tensors that are no part of the policy. None: config.json is written anew.
+      tensors that are no part of the policy (a warning says if they are in FP8). None: config.json is written anew.
     dtype: "float32" or "bfloat16", None: that of the parameters. What the family keeps in fp32 stays so.
     shard_bytes: size of a file, at most (unless one tensor is larger).
 
@@ -62,7 +62,16 @@ def export_policy(
   """
   family = _family(config, base)
   table = family.tensor_table(config, param_specs(config))
-  planned = [*_plan(params, table, dtype), *(() if base is None else beyond_trunk(base))]
+  beyond = [] if base is None else list(beyond_trunk(base))
+  planned = [*_plan(params, table, dtype), *beyond]
+  quantized = sum(tensor.dtype == "F8_E4M3" for tensor in beyond)
+  if quantized:
+    logging.warning(
+      "%d tensors of multi-token prediction stay in FP8 with their scales, as in %s. The policy is not in FP8 any "
+      "more, and config.json no longer says that anything is: what predicts with them must dequantise them itself.",
+      quantized,
+      base.path,
+    )
   fields = _config_fields(family, config, base, family.architecture, planned)
   _write_folder(pathlib.Path(directory), fields, planned, base, shard_bytes)
 

@@ -92,17 +92,16 @@ def to_hf(
     raise ConfigError("--checkpoint", f"nothing tells the model's shape in {checkpoint}.", "Pass --base.")
   model = source.model_config() if source else run
   params = load_params(checkpoint, network, step=step)
-  if "lora" in params:
-    if run is None:
-      raise ConfigError(
-        "--checkpoint",
-        f"{checkpoint} holds LoRA's factors, and nothing beside it tells their scale.",
-        f"Leave it where {RUN_CONFIG} of its run lies.",
-      )
-    params = jax.jit(functools.partial(merge_lora, config=run.lora, keep_dtype=True))(params)
+  params = jax.jit(functools.partial(merge_lora, keep_dtype=True))(params)
   specs = param_specs(model) if network == "policy" else value_param_specs(model, params["value_head"].shape[-1])
   check_same_leaves(flatten(params), flatten(abstract_params(specs)), network, str(checkpoint), same_dtype=False)
   logging.info("Exporting the %s in %s%s.", network, checkpoint, f", as {source.path}" if source else "")
+  if source is None:
+    logging.warning(
+      "%s holds neither a tokenizer nor tensors of multi-token prediction, and a new config.json: no Hugging Face "
+      "folder is known that the model started from. If there is one, name it with --base.",
+      directory,
+    )
   export = export_policy if network == "policy" else export_value
   export(jax.block_until_ready(params), model, directory, base=source, dtype=dtype)
 

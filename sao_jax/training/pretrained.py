@@ -1,15 +1,18 @@
-"""Starting from a Hugging Face folder: the folder decides the model's shape, the configuration all else."""
+"""Starting from a Hugging Face folder: it decides the shape, and the tokenizer if asked; the configuration the rest."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 from collections.abc import Collection
+from typing import Any
 
 from sao_jax.config import RunConfig
+from sao_jax.environments.chat import MODEL_CHECKPOINT
 from sao_jax.errors import ConfigError
 from sao_jax.models.families.family import SHAPE
 from sao_jax.models.hf_folder import HFFolder, is_hf_folder
+from sao_jax.training import config_tree
 
 BASE = "huggingface"  # in a directory of checkpoints: what of a converted folder is no parameter of ours
 
@@ -25,14 +28,17 @@ def base_folder(checkpoint: str) -> HFFolder | None:
 def with_folder_shape(config: RunConfig, explicit: Collection[str] = ()) -> RunConfig:
   """`config` with the shape of the Hugging Face folder that model.checkpoint names; as it is when it names none.
 
+  A `tokenizer_folder` of the environment that is MODEL_CHECKPOINT becomes that folder.
+
   Args:
     config: its dtypes, remat and the like stay.
     explicit: dotted names of the fields that were set for this run.
 
   Raises:
-    ConfigError: the folder cannot be used, or a field in `explicit` contradicts it.
+    ConfigError: the folder cannot be used, a field in `explicit` contradicts it, or a tokenizer is wanted from none.
   """
   base = base_folder(config.model.checkpoint)
+  config = dataclasses.replace(config, environment=_with_tokenizer(config.environment, config.model.checkpoint, base))
   if base is None:
     return config
   model = base.model_config(config.model)
@@ -41,3 +47,19 @@ def with_folder_shape(config: RunConfig, explicit: Collection[str] = ()) -> RunC
     if ours != theirs and any(f"{path}.".startswith(f"model.{name}.") for path in explicit):
       raise ConfigError(f"model.{name}", f"{ours} was set, {base.path} has {theirs}.", "Leave it to the folder.")
   return dataclasses.replace(config, model=model)
+
+
+def _with_tokenizer(environment: Any, checkpoint: str, base: HFFolder | None) -> Any:
+  """The environment's settings with the folder in place of MODEL_CHECKPOINT, also inside what wraps an environment."""
+  fields = config_tree.leaves(environment) if config_tree.is_section(environment) else ()
+  wanted = [path for path, value, _ in fields if f".{path}".endswith(".tokenizer_folder") and value == MODEL_CHECKPOINT]
+  if not wanted:
+    return environment
+  if base is None:
+    found = f"{checkpoint} is no Hugging Face folder" if checkpoint else "it is empty"
+    raise ConfigError(
+      MODEL_CHECKPOINT,
+      f"{found}, and environment.{wanted[0]} takes the tokenizer from it.",
+      "Pass a folder, as in --config.model.checkpoint=models/tiny, or name the tokenizer's in that field.",
+    )
+  return config_tree.replace(environment, dict.fromkeys(wanted, str(base.path)))

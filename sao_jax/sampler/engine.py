@@ -110,9 +110,7 @@ class Engine:
     self._prefill_batches = buckets.prefill_batches(sampler_config) if shards == 1 else (shards,)
     self._decode_batches = buckets.decode_batches(sampler_config) if mesh is None else (self._num_slots,)
     self._state = empty_state(model_config, sampler_config, mesh, self._rules)
-    if (
-      mesh is None
-    ):  # committed to the device of the parameters, as what the programs return is: nothing compiles twice
+    if mesh is None:  # on the device of the parameters, as what the programs return will be: nothing compiles twice
       self._state = jax.device_put(self._state, jax.tree.leaves(params)[0].devices().pop())
 
   @property

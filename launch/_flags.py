@@ -46,17 +46,18 @@ _UNKNOWN_ARGUMENT = re.compile(r"(?P<section>\w+)\.__init__\(\) got an unexpecte
 _HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull", "--helpxml", "-helpxml"}
 
 
-def run(main: Callable[[RunConfig, str], Any], *, record: bool = True) -> None:
+def run(main: Callable[[RunConfig, str], Any], *, record: bool = True, needs_run: bool = True) -> None:
   """Parses the command line, checks it, and calls `main(config, workdir)`; never returns.
 
   Bad input, found here or raised by `main` as ConfigError, ends the program with its message on standard error and exit
   status 2; `Interrupted`, with status 0; Ctrl-C before `main` waits for it, with one line and status 130. A
-  launcher may define absl flags of its own. `record=False` (programs that only look at a run, or at what
-  model.checkpoint names) leaves `workdir/config.json` as it is.
+  launcher may define absl flags of its own. `record=False` (programs that only look at a run) leaves
+  `workdir/config.json` as it is; the run must be there, unless with `needs_run=False` model.checkpoint names a model.
   """
   try:
     config, workdir = parse(sys.argv)
-    if not record and not config.model.checkpoint and not os.path.isdir(workdir):
+    without_run = not needs_run and bool(config.model.checkpoint)
+    if not record and not without_run and not os.path.isdir(workdir):
       raise ConfigError("--workdir", f"there is no directory {workdir}.", "Name the --workdir of a run.")
     check_writable(workdir)
   except ConfigError as error:

@@ -6,6 +6,7 @@ python -m launch.tiny_checkpoint --output=models/tiny
 from __future__ import annotations
 
 import os
+import shutil
 
 from absl import app, flags, logging
 
@@ -42,7 +43,9 @@ def main(argv: list[str]) -> None:
     tokenizer.train_from_iterator(WORDS, trainer)  # which become short
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
     fast.chat_template = CHATML
-    fast.save_pretrained(_OUTPUT.value)
+    unfinished = f"{_OUTPUT.value.rstrip('/')}.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    fast.save_pretrained(unfinished)
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
       vocab_size=len(fast), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -50,7 +53,8 @@ def main(argv: list[str]) -> None:
       norm_topk_prob=True, eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id,
     )  # fmt: skip
     model = transformers.Qwen3MoeForCausalLM(config)
-    model.save_pretrained(_OUTPUT.value)
+    model.save_pretrained(unfinished)
+    os.replace(unfinished, _OUTPUT.value)  # whole or not at all
     logging.info("Wrote %s: %d parameters, %d tokens.", _OUTPUT.value, model.num_parameters(), len(fast))
   except ConfigError as error:
     _flags.refuse(error)

@@ -150,7 +150,7 @@ class RolloutConfig:
   max_staleness: int = 4  # tau, in policy versions, measured on the oldest sampled token at consumption; -1: no bound
   staleness: str = "drop"  # drop | mask: what happens to a trajectory (its over-age tokens) beyond tau
   max_turns: int = 50
-  max_tokens: int = 131_072  # sampled tokens per episode; sampler.context_length bounds the whole episode anyway
+  max_tokens: int = 131_072  # sampled tokens per episode, which must also fit into contexts and rows
   max_tokens_per_turn: int = 64
   environment_timeout: float = 30.0  # seconds for one reset or step
   environment_retries: int = 2

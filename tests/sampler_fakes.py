@@ -73,7 +73,7 @@ class FakeEngine:
     self.broken: BaseException | None = None
     self.log: list[tuple] = []
     self.decode_batch = config.decode_batch
-    self.routing = (1, 3) if record_experts else None
+    self.routed_shape = (1, 3) if record_experts else None
 
   def extend(self, extensions: Sequence[Extension]) -> list[FakePrefill]:
     assert len({extension.slot for extension in extensions}) == len(extensions)
@@ -88,7 +88,7 @@ class FakeEngine:
       self.log.append(("extend", e.slot, e.start, len(e.token_ids), e.rollout_id))
       rows = [[(index, token, self.version)] for index, token in enumerate(slot.held[e.start :], e.start)]
       prefills.append(FakePrefill([(e.slot, e.start, np.array(rows, np.int16).reshape(-1, 1, 3))]))
-    return prefills if self.routing else []
+    return prefills if self.routed_shape else []
 
   def decode(self, num_steps: int, lengths: Mapping[int, int]) -> FakeDispatch:
     if self.broken is not None:
@@ -110,7 +110,7 @@ class FakeEngine:
           slot.active = slot.budget > 0 and slot.pending not in slot.stop_ids
     self.log.append(("decode", num_steps, tuple(lengths), self.version))
     logprobs = np.where(emitted, -tokens / VOCAB, 0).astype(np.float32)
-    arrays = (tokens, logprobs, emitted, np.zeros(shape[1], bool), experts if self.routing else None)
+    arrays = (tokens, logprobs, emitted, np.zeros(shape[1], bool), experts if self.routed_shape else None)
     return FakeDispatch(np.array(list(lengths), np.int32), self.version, arrays)
 
   def check_params(self, params) -> None:

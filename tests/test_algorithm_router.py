@@ -154,5 +154,5 @@ def test_recorded_experts_are_left_out_unless_replayed():
   config = config_of()
   learner = setup.make_learner(config, tuple(jax.devices()[:1]))
   assert packed_batch(learner, with_experts(config, make_trajectories())).rows.routed_experts is None
-  rows = pack(make_trajectories(), (32,), (16,), routing=(2, 2))
+  rows = pack(make_trajectories(), (32,), (16,), routed_shape=(2, 2))
   assert rows.routed_experts.shape == (16, 32, 2, 2) and (rows.routed_experts == -1).all()

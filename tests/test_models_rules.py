@@ -44,9 +44,10 @@ def test_mixture_of_experts(layout):
 
   def value_and_gradients(mesh, rules):
     def value(params, x):
-      return jnp.sum(jnp.sin(moe_feed_forward(params, x, CONFIG, mesh, rules)[0]))
+      out, routed = moe_feed_forward(params, x, CONFIG, mesh, rules)
+      return jnp.sum(jnp.sin(out)), routed.computed
 
-    return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))
+    return jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
 
   expected = value_and_gradients(None, AxisRules())(params, x)
   mesh_config, rules = LAYOUTS[layout]
@@ -55,6 +56,7 @@ def test_mixture_of_experts(layout):
   sharded = {name: place(array, *AXES[name]) for name, array in params.items()}
   got = value_and_gradients(mesh, rules)(sharded, place(x, "batch", "sequence", None))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+  np.testing.assert_array_equal(got[0][1], np.full((8, 4), CONFIG.num_experts_per_token))  # each choice counts once
 
 
 @pytest.mark.parametrize("rules", [AxisRules(), AxisRules(kv_heads=None)], ids=["split kv heads", "whole kv heads"])

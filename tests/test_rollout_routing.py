@@ -13,13 +13,13 @@ from test_rollout_segments import play as play_episode
 from sao_jax.episode_types import PromptKey
 from sao_jax.rollout.admission import check_identity
 from sao_jax.rollout.builder import TrajectoryBuilder
-from sao_jax.rollout.evidence import Routing, check_routed_experts, check_trajectory
+from sao_jax.rollout.evidence import RoutedShape, check_routed_experts, check_trajectory
 from sao_jax.rollout.failures import BadEvidence
 from sao_jax.rollout.packing import pack, unpack
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
 from sao_jax.types import Status
 
-ROUTING = Routing(num_layers=2, num_active=2, num_experts=100)
+ROUTING = RoutedShape(num_layers=2, num_active=2, num_experts=100)
 KEY = PromptKey("fake", 0, 0)
 
 
@@ -88,13 +88,16 @@ def test_the_episode_driver_takes_what_the_sampler_recorded(monkeypatch):
     (np.zeros((3, 2), np.int16), "routed experts malformed"),
     (np.zeros((3, 2, 2), np.float32), "routed experts malformed"),
     (np.zeros((2, 2, 2), np.int16), "routed experts of another length"),
+    (np.zeros((3, 2, 3), np.int16), "routed experts of another shape"),
+    (np.full((3, 2, 2), 65539, np.int32), "routed experts impossible"),  # as int16 it would be expert 3
+    (np.full((3, 2, 2), 65535, np.uint16), "routed experts impossible"),  # and this "not recorded"
   ],
 )
 def test_bad_completions(experts, reason):
   assert check_routed_experts(None, 3) is None
   assert check_routed_experts(np.zeros((3, 2, 2), np.uint8), 3).dtype == np.int16
   with pytest.raises(BadEvidence) as error:
-    check_routed_experts(experts, 3)
+    check_routed_experts(experts, 3, (2, 2))
   assert error.value.reason == reason
 
 
@@ -126,7 +129,7 @@ def test_bad_trajectories(trajectory, reason):
 def test_packing_and_checkpoints_keep_every_row():
   first, second = (build(*segments)[0].build(1.0, Status.TERMINATED) for segments in ([[(3, 2)]], [[(2, 1)], [(2, 4)]]))
   second = dataclasses.replace(second, rollout_id=1)
-  batch = pack([first, second], (16,), (2,), routing=(2, 2))
+  batch = pack([first, second], (16,), (2,), routed_shape=(2, 2))
   assert (batch.routed_experts[batch.trajectory_ids == 0] == -1).all()
   for got, want in zip(unpack(batch), (second, first), strict=True):  # the longer one comes first
     np.testing.assert_array_equal(got["routed_experts"], want.routed_experts)
@@ -147,7 +150,7 @@ def test_what_was_buffered_without_experts_is_filtered_by_a_run_that_replays():
   plain = dataclasses.replace(trajectory, routed_experts=None, rollout_id=1)
   before = make_buffer()
   fill(before, trajectory, plain)
-  after = make_buffer(routing=ROUTING)
+  after = make_buffer(routed_shape=ROUTING)
   after.restore(*before.snapshot())
   counters = after.admission.counters()
   assert len(after) == counters["buffered"] == 1 and counters["filtered/routed experts missing"] == 1

@@ -124,7 +124,7 @@ def batch():
   scheduler = Scheduler(engine, park_after=0)
   records = play(scheduler, multi_turns(5), delay=2)
   assert scheduler.stats()["parked"] > 0
-  return pack([of_record(record) for record in records], (192,), (1,), routing=(1, 2))
+  return pack([of_record(record) for record in records], (192,), (1,), routed_shape=(1, 2))
 
 
 def test_the_engine_records_what_the_learner_chooses(batch):
@@ -148,7 +148,7 @@ def test_replay_brings_back_the_samplers_logprobs(batch):
   model = dataclasses.replace(MOE, num_experts_per_token=1)  # one expert, of weight 1 whatever its logit
   engine = Engine(params, model, SMALL, seed=0, record_experts=True)
   records = play(Scheduler(engine), [multi_turns(1)[0], *multi_turns(3)[1:]])
-  rows = pack([of_record(record) for record in records], (128,), (1,), routing=(1, 1))
+  rows = pack([of_record(record) for record in records], (128,), (1,), routed_shape=(1, 1))
   mask = rows.action_mask
   replayed = np.asarray(policy_apply(model)(turned, rows)[0])[mask]
   np.testing.assert_allclose(replayed, rows.behavior_logprobs[mask], atol=1e-4)

@@ -1,7 +1,7 @@
 """Low-rank adaptation of the policy (LoRA, arXiv 2106.09685): W + alpha / rank · A B; A and B train, W does not.
 
 The sum is made layer by layer, before a layer runs, and whole for the sampler and for exports. Sampler and learner thus
-multiply by the very same numbers: x W + s (x A) B rounds differently from x (W + s A B), and what differs at lag 0 eats
+multiply by the same sums: x W + s (x A) B rounds differently from x (W + s A B), and what differs at lag 0 eats
 the trust region of the importance ratios. A layer's sum costs as many operations as `rank` tokens.
 """
 

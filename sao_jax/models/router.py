@@ -59,11 +59,15 @@ def route(
   else:
     scores = choice = jax.nn.softmax(logits, axis=-1)
     log_scores = jax.nn.log_softmax(logits, axis=-1)
-  _, preferred = jax.lax.top_k(choice, config.num_experts_per_token)
-  experts = preferred if replayed is None else jnp.where(replayed >= 0, replayed.astype(preferred.dtype), preferred)
-  # In log space: the scores of replayed experts may all be too small to be divided by their sum.
-  log_weights = jnp.take_along_axis(log_scores, experts, axis=-1)
-  weights = jax.nn.softmax(log_weights, axis=-1) if config.renormalize_router else jnp.exp(log_weights)
+  highest, preferred = jax.lax.top_k(choice, config.num_experts_per_token)
+  if replayed is None and config.router == "softmax":  # the same numbers as below, without a gather
+    experts = preferred
+    weights = highest / jnp.sum(highest, axis=-1, keepdims=True) if config.renormalize_router else highest
+  else:
+    experts = preferred if replayed is None else jnp.where(replayed >= 0, replayed.astype(preferred.dtype), preferred)
+    # In log space: the scores of replayed experts may all be too small to be divided by their sum.
+    log_weights = jnp.take_along_axis(log_scores, experts, axis=-1)
+    weights = jax.nn.softmax(log_weights, axis=-1) if config.renormalize_router else jnp.exp(log_weights)
   agreeing = jnp.any(experts[..., :, None] == preferred[..., None, :], axis=-1)
   return Routing(
     weights=weights * config.routed_scaling,

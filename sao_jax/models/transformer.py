@@ -78,7 +78,7 @@ def param_specs(config: ModelConfig) -> Specs:
     specs["dense_layers"] = stack_specs(layer | {"mlp": gated(config.d_ff)}, num_dense)
   if num_dense < config.num_layers:
     experts, width = config.num_experts, config.d_ff_expert
-    # Published sigmoid routers are stored in fp32, whatever the rest is.
+    # Sigmoid routers are kept in fp32, whatever the rest is, as transformers does.
     router = "float32" if config.router == "sigmoid" else config.param_dtype
     moe = {
       "router": spec((dim, experts), ("embed", None), dtype=router, compute_dtype="float32"),

@@ -54,6 +54,11 @@ class TrajectoryBuilder:
     """Tokens of the segment under way whose experts were not given yet."""
     return min(self._length - self._num_routed, self.context_length)
 
+  @property
+  def routed_shape(self) -> tuple[int, int] | None:
+    """(L, k) of the experts that were given; None as long as there are none."""
+    return self._experts[-1].shape[1:] if self._experts else None
+
   def append_prompt(self, token_ids: Int[np.ndarray, " n"]) -> None:
     """Starts the trajectory, or a new segment of it."""
     if not len(token_ids) or (self._length and not self._sampled_last):

@@ -141,7 +141,8 @@ async def run_episode(
     )
     completion = await generate(request)
     action_ids, logprobs, versions = check_completion(completion, cap, stop_ids)
-    routed_experts = check_routed_experts(completion.routed_experts, builder.num_unrouted + len(action_ids) - 1)
+    num_read = builder.num_unrouted + len(action_ids) - 1
+    routed_experts = check_routed_experts(completion.routed_experts, num_read, builder.routed_shape)
     builder.append_action(action_ids, logprobs, versions, routed_experts)
     if completion.finish_reason != "stop":
       status = limits.status_of_cut_action(builder, cap)

@@ -17,7 +17,7 @@ from sao_jax.sampler.requests import Completion
 from sao_jax.types import Trajectory
 
 
-class Routing(NamedTuple):
+class RoutedShape(NamedTuple):
   """The experts that a trajectory brings along when the learner replays the sampler's routing.
 
   Attributes:
@@ -66,8 +66,12 @@ def check_completion(
   return ids.astype(np.int32), logprobs.astype(np.float32), versions.astype(np.int32)
 
 
-def check_routed_experts(routed_experts: Any, length: int) -> Int[np.ndarray, "m L k"] | None:
+def check_routed_experts(
+  routed_experts: Any, length: int, shape: tuple[int, int] | None = None
+) -> Int[np.ndarray, "m L k"] | None:
   """Returns the experts of `length` tokens of one turn as int16, or None where the sampler does not record them.
+
+  `shape` is the (L, k) of the turns before, None in the first one.
 
   Raises:
     BadEvidence: with the reason.
@@ -77,15 +81,19 @@ def check_routed_experts(routed_experts: Any, length: int) -> Int[np.ndarray, "m
   array = np.asarray(routed_experts)
   if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
     raise BadEvidence("routed experts malformed", f"{array.dtype} of shape {array.shape}")
+  if shape is not None and array.shape[1:] != shape:
+    raise BadEvidence("routed experts of another shape", f"{array.shape[1:]} after {shape}")
+  if array.size and not 0 <= array.min() <= array.max() < 2**15:
+    raise BadEvidence("routed experts impossible", f"ids from {array.min()} to {array.max()}")
   if len(array) != length:
     raise BadEvidence("routed experts of another length", f"those of {length} tokens are wanted, got {len(array)}")
   return array.astype(np.int16)
 
 
-def check_trajectory(trajectory: Trajectory, routing: Routing | None = None) -> None:
+def check_trajectory(trajectory: Trajectory, routed_shape: RoutedShape | None = None) -> None:
   """Checks a whole trajectory, whoever made it.
 
-  `routing` says which experts it must bring along; None: any it has are not looked at.
+  `routed_shape` says which experts it must bring along; None: any it has are not looked at.
 
   Raises:
     BadEvidence: with the reason.
@@ -100,22 +108,22 @@ def check_trajectory(trajectory: Trajectory, routing: Routing | None = None) -> 
   _check_logprobs(trajectory.behavior_logprobs[mask])
   _check_versions(trajectory.policy_version[mask])
   _check_unsampled(trajectory, ~mask)
-  if routing is not None:
-    _check_routing(trajectory, routing)
+  if routed_shape is not None:
+    _check_routed(trajectory, routed_shape)
   if not isinstance(trajectory.reward, float) or not math.isfinite(trajectory.reward):
     raise BadEvidence("reward not finite", f"{trajectory.reward!r:.80}")
 
 
-def _check_routing(trajectory: Trajectory, routing: Routing) -> None:
-  experts, shape = trajectory.routed_experts, (len(trajectory), routing.num_layers, routing.num_active)
+def _check_routed(trajectory: Trajectory, wanted: RoutedShape) -> None:
+  experts, shape = trajectory.routed_experts, (len(trajectory), wanted.num_layers, wanted.num_active)
   if experts is None:
     raise BadEvidence("routed experts missing", "the sampler did not record them")
   if experts.shape != shape:
     raise BadEvidence("routed experts of another shape", f"{experts.shape}, not {shape}")
   recorded = (experts != -1).any(axis=(1, 2))
   ids = np.sort(experts[recorded], axis=-1)
-  if (ids < 0).any() or (ids >= routing.num_experts).any() or (np.diff(ids, axis=-1) == 0).any():
-    raise BadEvidence("routed experts impossible", f"not {routing.num_active} of {routing.num_experts} experts")
+  if (ids < 0).any() or (ids >= wanted.num_experts).any() or (np.diff(ids, axis=-1) == 0).any():
+    raise BadEvidence("routed experts impossible", f"not {wanted.num_active} of {wanted.num_experts} experts")
   before_sampled = np.append(trajectory.action_mask[1:], False)  # what the sampler has read for certain
   if not recorded[before_sampled].all():
     raise BadEvidence("routed experts missing", "of a token before a sampled one")

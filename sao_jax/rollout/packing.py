@@ -49,7 +49,7 @@ def pack(
   row_lengths: Sequence[int],
   row_counts: Sequence[int],
   multiple_of: int = 1,
-  routing: tuple[int, int] | None = None,
+  routed_shape: tuple[int, int] | None = None,
 ) -> TrajectoryBatch:
   """Packs trajectories, longest first, each into the fullest row that still holds it.
 
@@ -61,7 +61,7 @@ def pack(
     row_lengths: choices of T.
     row_counts: choices of B; multiples of `multiple_of`.
     multiple_of: micro-batches times data shards.
-    routing: (L, k) packs the routed experts too, -1 for trajectories without any; None leaves them out.
+    routed_shape: (L, k) packs the routed experts too, -1 for trajectories without any; None leaves them out.
 
   Returns:
     A batch of numpy arrays [B, T].
@@ -79,7 +79,7 @@ def pack(
     rows = _best_fit([len(t) for t in ordered], length)
     counts = [count for count in row_counts if count >= len(rows)]
     if counts:
-      return _fill([[ordered[i] for i in row] for row in rows], (min(counts), length), routing)
+      return _fill([[ordered[i] for i in row] for row in rows], (min(counts), length), routed_shape)
   raise ConfigError(
     "rollout.row_counts",
     f"{len(ordered)} trajectories with {sum(map(len, ordered))} tokens need {len(rows)} rows of {lengths[-1]}, "
@@ -134,7 +134,9 @@ def _best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
   return rows
 
 
-def _fill(rows: list[list[Trajectory]], shape: tuple[int, int], routing: tuple[int, int] | None) -> TrajectoryBatch:
+def _fill(
+  rows: list[list[Trajectory]], shape: tuple[int, int], routed_shape: tuple[int, int] | None
+) -> TrajectoryBatch:
   batch = TrajectoryBatch(
     token_ids=np.zeros(shape, dtype=np.int32),
     segment_ids=np.zeros(shape, dtype=np.int32),
@@ -146,7 +148,7 @@ def _fill(rows: list[list[Trajectory]], shape: tuple[int, int], routing: tuple[i
     policy_version=np.full(shape, -1, dtype=np.int32),
     rewards=np.zeros(shape, dtype=np.float32),
     truncated=np.zeros(shape, dtype=np.bool_),
-    routed_experts=None if routing is None else np.full((*shape, *routing), -1, dtype=np.int16),
+    routed_experts=None if routed_shape is None else np.full((*shape, *routed_shape), -1, dtype=np.int16),
   )
   for row, trajectories in enumerate(rows):
     start = segments = 0
@@ -164,7 +166,7 @@ def _fill(rows: list[list[Trajectory]], shape: tuple[int, int], routing: tuple[i
       batch.behavior_logprobs[at] = trajectory.behavior_logprobs
       batch.policy_version[at] = trajectory.policy_version
       batch.truncated[at] = trajectory.status.truncated
-      if routing is not None and trajectory.routed_experts is not None:
+      if routed_shape is not None and trajectory.routed_experts is not None:
         batch.routed_experts[at] = trajectory.routed_experts
       sampled = np.flatnonzero(trajectory.action_mask)
       if len(sampled):  # the last sampled token, which an observation may follow

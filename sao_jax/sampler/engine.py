@@ -74,7 +74,7 @@ class Engine:
     version: its policy version.
     config: its sizes.
     vocab_size: token ids lie below it.
-    routing: (L, k), the shape of a token's routed experts; None: they are not recorded.
+    routed_shape: (L, k), the shape of a token's routed experts; None: they are not recorded.
   """
 
   def __init__(
@@ -100,7 +100,7 @@ class Engine:
     buckets.check_sampler_config(sampler_config, shards)
     self.params, self.version, self.vocab_size = params, version, model_config.vocab_size
     self.config, self._num_slots = sampler_config, sampler_config.num_slots
-    self.routing = (num_moe_layers(model_config), model_config.num_experts_per_token) if record_experts else None
+    self.routed_shape = (num_moe_layers(model_config), model_config.num_experts_per_token) if record_experts else None
     self._model_config, self._mesh, self._rules = model_config, mesh, dataclasses.replace(rules, sequence=None)
     self._key = jax.random.key(seed)
     self._rule = SamplingRule(top_p=sampler_config.top_p, top_k=sampler_config.top_k)
@@ -111,7 +111,7 @@ class Engine:
     self._decode_batches = buckets.decode_batches(sampler_config) if mesh is None else (self._num_slots,)
     self._state = empty_state(model_config, sampler_config, mesh, self._rules)
     if mesh is None:  # on the device of the parameters, as what the programs return will be: nothing compiles twice
-      self._state = jax.device_put(self._state, jax.tree.leaves(params)[0].devices().pop())
+      self._state = jax.device_put(self._state, next(iter(jax.tree.leaves(params)[0].devices())))
 
   @property
   def decode_batch(self) -> int:
@@ -130,7 +130,7 @@ class Engine:
       extension.check(self.config.context_length)
     calls = plan_calls(extensions, self._lengths, self._prefixes, self._prefill_batches)
     prefills = [Prefill(call, self._extend(call)) for call in calls]
-    return prefills if self.routing else []
+    return prefills if self.routed_shape else []
 
   def decode(self, num_steps: int, lengths: Mapping[int, int]) -> Dispatch:
     """Starts up to `num_steps` ≤ decode_steps steps and returns at once; a slot stops by itself when its turn ends.
@@ -191,7 +191,7 @@ class Engine:
       rule=self._rule,
       window=window,
       max_steps=self.config.decode_steps,
-      record_experts=self.routing is not None,
+      record_experts=self.routed_shape is not None,
       mesh=self._mesh,
       rules=self._rules,
     )
@@ -204,7 +204,7 @@ class Engine:
       *call.arrays(self._num_slots),
       config=self._model_config,
       window=call.window,
-      record_experts=self.routing is not None,
+      record_experts=self.routed_shape is not None,
       mesh=self._mesh,
       rules=self._rules,
     )

@@ -280,7 +280,7 @@ class Scheduler:
     else:
       self._free_slot(session)
       self._sessions.pop(turn.request.session_id, None)
-    turn.on_done(turn.completion(session.take_experts(self._engine.routing)))
+    turn.on_done(turn.completion(session.take_experts(self._engine.routed_shape)))
 
   def _free_slot(self, session: Session) -> None:
     if session.slot is not None:

@@ -116,7 +116,7 @@ class Session:
       raise RuntimeError(f"the experts of tokens {self.num_routed} to {start} of rollout {self.rollout_id} are missing")
     new = experts[self.num_routed - start :]
     if len(new):
-      self.routed_experts.append(new)
+      self.routed_experts.append(new.copy())  # a view would keep the rows of all slots alive
       self.num_routed += len(new)
 
   def take_experts(self, shape: tuple[int, int] | None) -> Int[np.ndarray, "m L k"] | None:

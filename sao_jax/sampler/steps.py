@@ -136,13 +136,13 @@ def decode(
   new = empty_cache(config, slots.shape[0], max_steps, cache_dtype(state.cache))
   uniforms = slot_uniforms(key, first.rollout_id, first.random_offset + first.lengths + 1, max_steps)
   shape = (max_steps, slots.shape[0])
-  routing = (num_moe_layers(config), config.num_experts_per_token)
+  routed_shape = (num_moe_layers(config), config.num_experts_per_token)
   outputs = DecodeOutputs(
     tokens=jnp.zeros(shape, jnp.int32),
     logprobs=jnp.zeros(shape, jnp.float32),
     emitted=jnp.zeros(shape, jnp.bool_),
     overflow=jnp.zeros(shape[1:], jnp.bool_),
-    routed_experts=jnp.full((*shape, *routing), -1, jnp.int16) if record_experts else None,
+    routed_experts=jnp.full((*shape, *routed_shape), -1, jnp.int16) if record_experts else None,
   )
 
   def unfinished(carry) -> jax.Array:

@@ -12,7 +12,7 @@ from sao_jax.config import RunConfig
 from sao_jax.models.transformer import num_moe_layers
 from sao_jax.parallel.process import data_process_count
 from sao_jax.parallel.rules import DEFAULT_RULES
-from sao_jax.rollout.evidence import Routing
+from sao_jax.rollout.evidence import RoutedShape
 from sao_jax.rollout.packing import pack, shard_batch
 from sao_jax.training.setup import Learner, rows_multiple
 from sao_jax.types import Trajectory, TrajectoryBatch
@@ -41,12 +41,12 @@ def packed_batch(learner: Learner, trajectories: Sequence[Trajectory]) -> Batch:
   return Batch(list(trajectories), shard_batch(rows, learner.mesh))
 
 
-def replayed_routing(config: RunConfig) -> Routing | None:
+def replayed_shape(config: RunConfig) -> RoutedShape | None:
   """Which experts trajectories bring along for the policy to use; None: none (`algorithm.router_replay`)."""
   model = config.model
   if not config.algorithm.router_replay:
     return None
-  return Routing(num_moe_layers(model), model.num_experts_per_token, model.num_experts)
+  return RoutedShape(num_moe_layers(model), model.num_experts_per_token, model.num_experts)
 
 
 def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
@@ -65,6 +65,6 @@ def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
 def _packed_rows(
   learner: Learner, trajectories: Sequence[Trajectory], row_lengths: Sequence[int], row_counts: Sequence[int]
 ) -> TrajectoryBatch:
-  routing = replayed_routing(learner.config)
-  shape = routing and (routing.num_layers, routing.num_active)
+  wanted = replayed_shape(learner.config)
+  shape = wanted and (wanted.num_layers, wanted.num_active)
   return pack(trajectories, row_lengths, row_counts, rows_multiple(learner), shape)

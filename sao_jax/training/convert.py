@@ -44,14 +44,17 @@ def to_checkpoint(folder: str | os.PathLike, directory: str | os.PathLike, *, dt
     raise ConfigError("--output", f"{target} is not empty.", "Name a new directory.")
   model = source.model_config(ModelConfig(param_dtype=dtype))
   params = import_policy(folder, model)
-  with Checkpointer(target) as checkpointer:
+  unfinished = target.with_name(f"{target.name}.unfinished")
+  shutil.rmtree(unfinished, ignore_errors=True)
+  with Checkpointer(unfinished) as checkpointer:
     checkpointer.save(0, {"params": params})
-  base = target / BASE
+  base = unfinished / BASE
   base.mkdir()
   for name in (CONFIG, *TOKENIZER_FILES):
     if (source.path / name).is_file():
       shutil.copyfile(source.path / name, base / name)
   write_file(base / SINGLE, list(beyond_trunk(source)))
+  os.replace(unfinished, target)  # whole or not at all
   return model
 
 
@@ -84,10 +87,6 @@ def to_hf(
   source = next(filter(None, map(base_folder, places)), None)
   if base and source is None:
     raise ConfigError("--base", f"{base} is no Hugging Face folder.", "Name the one that the model started from.")
-  if source is None and run and run.checkpoint and not pathlib.Path(run.checkpoint).exists():
-    raise ConfigError(
-      "--base", f"the run started from {run.checkpoint}, which is not there.", "Pass --base, or call from where it was."
-    )
   if source is None and run is None:
     raise ConfigError("--checkpoint", f"nothing tells the model's shape in {checkpoint}.", "Pass --base.")
   model = source.model_config() if source else run
@@ -99,8 +98,9 @@ def to_hf(
   if source is None:
     logging.warning(
       "%s holds neither a tokenizer nor tensors of multi-token prediction, and a new config.json: no Hugging Face "
-      "folder is known that the model started from. If there is one, name it with --base.",
+      "folder is known that the model started from%s. If there is one, name it with --base.",
       directory,
+      f" ({run.checkpoint} is not there)" if run.checkpoint and not pathlib.Path(run.checkpoint).exists() else "",
     )
   export = export_policy if network == "policy" else export_value
   export(jax.block_until_ready(params), model, directory, base=source, dtype=dtype)

@@ -198,6 +198,8 @@ def latest_policy(
       version = load_host_state(workdir / name, step)["policy_version"] if name == TRAIN else 0
       return _load_policy(learner, workdir / name, step), version, name
   if phase in ("", BASE) and config.model.checkpoint:
+    if not phase:
+      logging.warning("%s holds no checkpoint: this is the policy that model.checkpoint names.", workdir)
     return initial_policy(config, learner, workdir, []), 0, BASE
   if phase == BASE:
     raise ConfigError("model.checkpoint", "it names no model.", "Pass --config.model.checkpoint=FOLDER.")

@@ -39,7 +39,7 @@ def write_report(workdir: str | os.PathLike, phase: str = "train") -> list[pathl
   if not lines and not episodes:
     raise ConfigError(
       "workdir",
-      f"{workdir} holds no metrics of a {phase} phase and no episodes, so there is nothing to report.",
+      f"{workdir} holds no metrics of a {phase} phase and no episodes of it, so there is nothing to report.",
       "Name the --workdir of a run that has made at least one train step.",
     )
   images = _draw(lines)

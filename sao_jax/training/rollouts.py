@@ -16,7 +16,7 @@ from sao_jax.rollout.buffer import TrajectoryBuffer
 from sao_jax.rollout.failures import Outcome
 from sao_jax.rollout.loop import RolloutLoop
 from sao_jax.sampler.service import SamplerService
-from sao_jax.training.batches import Batch, packed_batch, replayed_routing
+from sao_jax.training.batches import Batch, packed_batch, replayed_shape
 from sao_jax.training.interrupt import Interrupt
 from sao_jax.training.phases import prompt_seed
 from sao_jax.training.setup import Learner
@@ -39,7 +39,7 @@ def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, ver
     max_staleness=rollout.max_staleness,
     staleness=rollout.staleness,
     train_truncated=config.algorithm.truncation != "mask",
-    routing=replayed_routing(config),
+    routed_shape=replayed_shape(config),
     version=version,
     make_batch=functools.partial(packed_batch, learner),
   )

@@ -200,7 +200,7 @@ RULES: tuple[Rule, ...] = (
     ),
     "Make model.num_experts a multiple of model.num_expert_groups.",
   ),
-  Rule("model.lora.targets", _lora, f"Choose some of {', '.join(TARGETS)}."),
+  Rule("model.lora.targets", _lora, f"Choose some of {', '.join(TARGETS)}, as in \"('attention','mlp')\"."),
   Rule(
     "algorithm.router_replay",
     _when(lambda c: c.algorithm.router_replay and not num_moe_layers(c.model), "this model has no layer with experts."),

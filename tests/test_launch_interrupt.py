@@ -40,19 +40,35 @@ def get_config():
 """
 
 
-def interrupt(folder, program, *flags):
-  """Runs a program in `folder` until it has made the file `mark`, sends SIGINT; returns its status and output."""
+def start(folder, program, *flags, on_interrupt=signal.SIG_DFL):
+  """A program in `folder` that has made the file `mark`; what starts the tests may have had SIGINT ignored."""
   environment = dict(os.environ, XLA_FLAGS="", PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
   command = [sys.executable, "-m", f"launch.{program}", *flags]
   with (folder / "log").open("wb") as log:  # not a pipe, which would fill up
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+    process = subprocess.Popen(
+      command,
+      cwd=folder,
+      env=environment,
+      stdout=log,
+      stderr=log,
+      preexec_fn=lambda: signal.signal(signal.SIGINT, on_interrupt),
+    )
   began = time.monotonic()
   while not (folder / "mark").exists():
     assert process.poll() is None, (folder / "log").read_text()
     assert time.monotonic() - began < DEADLINE
     time.sleep(0.01)
-  process.send_signal(signal.SIGINT)
-  return process.wait(DEADLINE), (folder / "log").read_text()
+  return process
+
+
+def interrupt(folder, program, *flags):
+  """Sends SIGINT to a program at its mark; returns its status and output."""
+  process = start(folder, program, *flags)
+  try:
+    process.send_signal(signal.SIGINT)
+    return process.wait(DEADLINE), (folder / "log").read_text()
+  finally:
+    process.kill()
 
 
 @pytest.mark.parametrize("program", ["train", "convert_hf"])
@@ -68,3 +84,16 @@ def test_while_prompts_are_checked(tmp_path):
   assert status == 130 and output.endswith("Interrupted.\n") and "Traceback" not in output
   assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
   assert json.loads((tmp_path / "run" / "config.json").read_text())["environment"]["dataclass"] == "Slow"
+
+
+def test_a_shell_that_has_it_ignored_is_obeyed(tmp_path):
+  """As scripts have for what they run in the background: Ctrl-C is meant for something else."""
+  (tmp_path / "absl.py").write_text(SLOW_IMPORT)
+  process = start(tmp_path, "convert_hf", on_interrupt=signal.SIG_IGN)
+  try:
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+      process.wait(0.5)
+  finally:
+    process.kill()
+    process.wait(DEADLINE)

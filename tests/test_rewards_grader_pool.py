@@ -37,10 +37,11 @@ def wait_until(condition, seconds: float = 20.0) -> None:
 
 
 def is_alive(pid: int) -> bool:
-  """Whether the process runs; one that nobody has reaped does not."""
+  """Whether the process, or a thread of it, runs; one that nobody has reaped does not."""
   try:
-    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-  except FileNotFoundError:
+    dead = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return not dead or len(list(pathlib.Path(f"/proc/{pid}/task").iterdir())) > 1
+  except (FileNotFoundError, ProcessLookupError):
     return False
 
 
@@ -106,6 +107,19 @@ def test_a_worker_that_is_killed_from_outside_is_replaced():
   assert second != first
   pool.close()
   wait_until(lambda: not is_alive(second))
+
+
+def test_one_that_dies_as_it_is_asked_has_read_nothing():
+  """Its death need not be known yet: the pipe is broken, so another worker is asked."""
+  pool = GraderPool(graders.process_id, processes=1)
+  first = int(grade(pool))
+  lane = pool._lanes[0]
+  process = lane._process
+  os.kill(first, signal.SIGKILL)
+  process.wait()
+  process.poll = lambda: None  # as long as the kernel still takes it apart
+  assert int(grade(pool)) != first
+  pool.close()
 
 
 def descendants(pid: int) -> list[int]:

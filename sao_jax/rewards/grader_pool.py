@@ -134,9 +134,12 @@ class _Lane:
   def _grade(self, task: _Task) -> float:
     try:
       if self._process is None or self._process.poll() is not None:
-        self._drop()
-        self._start()
-      reward, problem = self._exchange(task.request, self._timeout)
+        self._restart()
+      try:
+        reward, problem = self._exchange(task.request, self._timeout)
+      except BrokenPipeError:  # it was killed from outside while it was idle, and has read nothing
+        self._restart()
+        reward, problem = self._exchange(task.request, self._timeout)
     except (_Lost, OSError) as error:
       self._drop()
       raise GraderFailure(task.environment, f"the grader {error}") from None
@@ -144,7 +147,8 @@ class _Lane:
       raise GraderFailure(task.environment, f"the grader failed, {problem}")
     return check_reward(reward, task.environment)
 
-  def _start(self) -> None:
+  def _restart(self) -> None:
+    self._drop()
     if self.closed:
       raise _Lost("has been closed")
     self._process = subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import tempfile
@@ -18,6 +19,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import annotation_checks  # noqa: E402
 import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 hypothesis.settings.register_profile(
   "sao",
@@ -29,3 +32,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("sao")
 
 annotation_checks.install()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def released_programs():
+  """Gives back what a module has compiled: thousands of programs would exhaust the memory maps that Linux allows one
+  process (65,530), which ends in a segmentation fault of the compiler."""
+  yield
+  jax.clear_caches()
+  gc.collect()

@@ -9,7 +9,6 @@ the frozen configuration is rebuilt from them, so that an unknown field or a val
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
 import json
 import logging as python_logging
@@ -230,9 +229,8 @@ def _unknown_argument(error: TypeError, module: types.ModuleType) -> ConfigError
   if class_ is None:
     return None
   known = [field.name for field in dataclasses.fields(class_)]
-  near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-  remedy = f"Did you mean {' or '.join(near)}?" if near else f"Its fields are {', '.join(known)}."
-  return ConfigError(f"{section}.{name}", f"there is no such field; {module.__file__} sets it.", remedy)
+  problem = f"there is no such field; {module.__file__} sets it."
+  return config_tree.unknown_field(f"{section}.{name}", known, problem, f"Its fields are {', '.join(known)}.")
 
 
 def _flag_error(error: flags.Error, config: RunConfig | None) -> ConfigError:

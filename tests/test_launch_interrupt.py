@@ -44,14 +44,12 @@ def start(folder, program, *flags, on_interrupt=signal.SIG_DFL):
   """A program in `folder` that has made the file `mark`; what starts the tests may have had SIGINT ignored."""
   environment = dict(os.environ, XLA_FLAGS="", PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
   command = [sys.executable, "-m", f"launch.{program}", *flags]
+  # Set by a process in between: what `preexec_fn` runs in a copy of this one, with its many threads, may never return.
+  between = f"import os, signal, sys; signal.signal(signal.SIGINT, signal.{on_interrupt.name}); "
+  between += "os.execv(sys.argv[1], sys.argv[1:])"
   with (folder / "log").open("wb") as log:  # not a pipe, which would fill up
     process = subprocess.Popen(
-      command,
-      cwd=folder,
-      env=environment,
-      stdout=log,
-      stderr=log,
-      preexec_fn=lambda: signal.signal(signal.SIGINT, on_interrupt),
+      [sys.executable, "-c", between, *command], cwd=folder, env=environment, stdout=log, stderr=log
     )
   began = time.monotonic()
   while not (folder / "mark").exists():

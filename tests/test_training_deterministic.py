@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import itertools
 import pathlib
 import random
 import shutil
@@ -68,20 +70,26 @@ def test_timing_leaves_no_trace(tmp_path, admission_staleness):
   assert max(lags) == admission_staleness  # rollouts of a round are all as old as admission allows
 
 
-def test_an_interrupted_run_goes_on_identically(tmp_path, uninterrupted, monkeypatch):
-  _, expected = uninterrupted
-  taken, take = [], loop.take
+@contextlib.contextmanager
+def interrupted_after(steps):
+  """Training is asked to stop as it waits for the batch after so many steps."""
+  calls, take = itertools.count(), loop.take
 
-  def take_three(rollouts, batch_size, version, interrupt, **look):
-    taken.append(version)
-    interrupt.requested = len(taken) == 4
+  def take_and_stop(rollouts, batch_size, version, interrupt, **look):
+    interrupt.requested = next(calls) == steps
     return take(rollouts, batch_size, version, interrupt, **look)
 
-  monkeypatch.setattr(loop, "take", take_three)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(loop, "take", take_and_stop)
+    yield
+
+
+def test_an_interrupted_run_goes_on_identically(tmp_path, uninterrupted):
+  _, expected = uninterrupted
   config = killed_run.get_config(STEPS, latency_seed=3)
-  interrupted = loop.train(config, tmp_path)
+  with interrupted_after(3):
+    interrupted = loop.train(config, tmp_path)
   assert interrupted.interrupted and interrupted.step == 3
-  monkeypatch.setattr(loop, "take", take)
   resumed = loop.train(config, tmp_path)
   assert resumed.step == expected.step == STEPS + 1
   assert_identical(resumed.state, expected.state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import training_toy
+from test_training_deterministic import interrupted_after
 
 from sao_jax.algorithm.train_step import make_train_step
 from sao_jax.data.prompts import make_prompt_iterator
@@ -111,18 +113,12 @@ def test_a_short_run_leaves_three_episodes_and_a_repeated_step_none_twice(tmp_pa
 
 
 @pytest.mark.parametrize("asked_to_stop", [False, True])
-def test_episodes_come_from_the_whole_run_and_its_end(tmp_path, one_device, monkeypatch, asked_to_stop):
+def test_episodes_come_from_the_whole_run_and_its_end(tmp_path, one_device, asked_to_stop):
   config = training_toy.replace(
     training_toy.get_config(), training={"audit": False, "steps": 9, "checkpoint_every": 1000}
   )
-  take = loop.take
-
-  def take_five(rollouts, batch_size, version, interrupt, **look):
-    interrupt.requested = asked_to_stop and version == 4
-    return take(rollouts, batch_size, version, interrupt, **look)
-
-  monkeypatch.setattr(loop, "take", take_five)
-  loop.train(config, tmp_path)
+  with interrupted_after(5) if asked_to_stop else contextlib.nullcontext():
+    loop.train(config, tmp_path)
   assert [episode["step"] for episode in read_episodes(tmp_path)] == ([1, 3, 5] if asked_to_stop else [1, 3, 6, 9, 10])
 
 

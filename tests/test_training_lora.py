@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import training_toy
+from test_training_deterministic import assert_identical, interrupted_after
 
 from sao_jax.config import LoRAConfig
 from sao_jax.errors import ConfigError
@@ -113,7 +114,7 @@ def test_another_scale_is_refused(finished, tmp_path):
     sft.sft(elsewhere, tmp_path)
 
 
-def test_a_deterministic_run_with_replay_goes_on_and_is_replayed_identically(one_device, tmp_path, monkeypatch):
+def test_a_deterministic_run_with_replay_goes_on_and_is_replayed_identically(one_device, tmp_path):
   """Buffered trajectories keep their experts in a checkpoint, and consumed ones in the record."""
   config = training_toy.replace(
     config_of(),
@@ -122,18 +123,9 @@ def test_a_deterministic_run_with_replay_goes_on_and_is_replayed_identically(one
     algorithm={"critic_warmup_steps": 0},
   )
   expected = loop.train(config, tmp_path / "whole")
-  taken, take = [], loop.take
-
-  def take_two(rollouts, batch_size, version, interrupt, **look):
-    taken.append(version)
-    interrupt.requested = len(taken) == 3
-    return take(rollouts, batch_size, version, interrupt, **look)
-
-  monkeypatch.setattr(loop, "take", take_two)
-  assert loop.train(config, tmp_path / "cut").step == 2
-  monkeypatch.setattr(loop, "take", take)
-  resumed = loop.train(config, tmp_path / "cut")
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.state), jax.device_get(expected.state))
+  with interrupted_after(2):
+    assert loop.train(config, tmp_path / "cut").step == 2
+  assert_identical(loop.train(config, tmp_path / "cut").state, expected.state)
   assert replay.replay(config, tmp_path / "cut").identical
   trajectories = Record(tmp_path / "cut", "train").read(4)
   assert all((one.routed_experts[:-1] >= 0).all() for one in trajectories)

@@ -2,7 +2,8 @@
 
 The sum is made layer by layer, before a layer runs, and whole for the sampler and for exports. Sampler and learner thus
 multiply by the same sums: x W + s (x A) B rounds differently from x (W + s A B), and what differs at lag 0 eats
-the trust region of the importance ratios. A layer's sum costs as many operations as `rank` tokens.
+the trust region of the importance ratios. A matrix's sum costs as many operations as `rank` tokens that meet it; those
+of all E experts as many as rank · E / k tokens.
 """
 
 from __future__ import annotations

@@ -31,11 +31,25 @@ def attend_within_segments(
 
 
 def packed_trunk(
-  params: Params, config: ModelConfig, batch: TrajectoryBatch, mesh: Mesh | None, rules: AxisRules
-) -> jax.Array:
-  """Hidden states [B, T, D] of packed rows; no segment reads another, and every router chooses for itself."""
-  attend = attend_within_segments(config, batch.segment_ids, mesh, rules)
-  return trunk(params, config, batch.token_ids, batch.positions, attend=attend, mesh=mesh, rules=rules)[0]
+  params: Params,
+  config: ModelConfig,
+  batch: TrajectoryBatch,
+  mesh: Mesh | None,
+  rules: AxisRules,
+  routed_experts: Int[Array, "B T L k"] | None = None,
+) -> tuple[jax.Array, Routed | None]:
+  """Hidden states [B, T, D] of packed rows, whose segments do not read each other, and how they were routed."""
+  hidden, _, routed = trunk(
+    params,
+    config,
+    batch.token_ids,
+    batch.positions,
+    attend=attend_within_segments(config, batch.segment_ids, mesh, rules),
+    routed_experts=routed_experts,
+    mesh=mesh,
+    rules=rules,
+  )
+  return hidden, routed
 
 
 def make_policy_apply(
@@ -62,16 +76,7 @@ def make_policy_apply(
   head = functools.partial(token_logprobs, temperature=temperature, chunk=chunk, mesh=mesh, rules=rules)
 
   def policy_apply(params: Params, batch: TrajectoryBatch) -> tuple[jax.Array, ...]:
-    hidden, _, routed = trunk(
-      params,
-      config,
-      batch.token_ids,
-      batch.positions,
-      attend=attend_within_segments(config, batch.segment_ids, mesh, rules),
-      routed_experts=batch.routed_experts,
-      mesh=mesh,
-      rules=rules,
-    )
+    hidden, routed = packed_trunk(params, config, batch, mesh, rules, batch.routed_experts)
     outputs = head(params, config, hidden, batch.token_ids, batch.segment_ids)
     return (*outputs, count_routed(routed, batch, config.num_experts)) if router_statistics else outputs
 

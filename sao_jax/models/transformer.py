@@ -35,6 +35,11 @@ def num_moe_layers(config: ModelConfig) -> int:
   return config.num_layers - config.num_dense_layers if config.num_experts else 0
 
 
+def routed_shape(config: ModelConfig) -> tuple[int, int]:
+  """(L, k): how many layers have experts, and how many of them a token uses in each."""
+  return num_moe_layers(config), config.num_experts_per_token
+
+
 def attention_specs(config: ModelConfig) -> Specs:
   """The parameters of grouped-query attention, of one layer."""
   spec = functools.partial(ParamSpec, dtype=config.param_dtype, stddev=config.initializer_range)

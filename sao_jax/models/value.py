@@ -64,7 +64,7 @@ def make_value_apply(
   """
 
   def value_apply(params: Params, batch: TrajectoryBatch) -> jax.Array:
-    hidden = packed_trunk(params, config, batch, mesh, rules)
+    hidden, _ = packed_trunk(params, config, batch, mesh, rules)  # the policy's experts are not the critic's
     return linear(hidden, params["value_head"], dtype=jnp.float32)
 
   return value_apply

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.transformer import Attend, head_logits, num_moe_layers, trunk
+from sao_jax.models.transformer import Attend, head_logits, routed_shape, trunk
 from sao_jax.parallel.params import Params
 from sao_jax.parallel.rules import AxisRules
 from sao_jax.sampler.attend import cached_attend
@@ -136,13 +136,12 @@ def decode(
   new = empty_cache(config, slots.shape[0], max_steps, cache_dtype(state.cache))
   uniforms = slot_uniforms(key, first.rollout_id, first.random_offset + first.lengths + 1, max_steps)
   shape = (max_steps, slots.shape[0])
-  routed_shape = (num_moe_layers(config), config.num_experts_per_token)
   outputs = DecodeOutputs(
     tokens=jnp.zeros(shape, jnp.int32),
     logprobs=jnp.zeros(shape, jnp.float32),
     emitted=jnp.zeros(shape, jnp.bool_),
     overflow=jnp.zeros(shape[1:], jnp.bool_),
-    routed_experts=jnp.full((*shape, *routed_shape), -1, jnp.int16) if record_experts else None,
+    routed_experts=jnp.full((*shape, *routed_shape(config)), -1, jnp.int16) if record_experts else None,
   )
 
   def unfinished(carry) -> jax.Array:

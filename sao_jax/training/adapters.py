@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.models.lora import lora_scale
-from sao_jax.parallel.params import init_params, param_shardings
-from sao_jax.training.setup import Learner
+from sao_jax.training.setup import Learner, init_sharded
 from sao_jax.types import PyTree
 
 
@@ -17,9 +15,7 @@ def add_fresh_lora(learner: Learner, params: PyTree, seed: int) -> PyTree:
   """Policy parameters with LoRA's factors at their start, where the learner trains any and `params` have none."""
   if "lora" in params or "lora" not in learner.policy_specs:
     return params
-  specs = {"lora": learner.policy_specs["lora"]}
-  shardings = param_shardings(specs, learner.mesh)
-  return params | jax.jit(lambda key: init_params(specs, key), out_shardings=shardings)(jax.random.key(seed))
+  return params | init_sharded({"lora": learner.policy_specs["lora"]}, learner.mesh, seed)
 
 
 def check_lora_scale(config: RunConfig, params: PyTree) -> None:

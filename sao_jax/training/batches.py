@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from sao_jax.config import RunConfig
-from sao_jax.models.transformer import num_moe_layers
+from sao_jax.models.transformer import routed_shape
 from sao_jax.parallel.process import data_process_count
 from sao_jax.parallel.rules import DEFAULT_RULES
 from sao_jax.rollout.evidence import RoutedShape
@@ -43,10 +43,9 @@ def packed_batch(learner: Learner, trajectories: Sequence[Trajectory]) -> Batch:
 
 def replayed_shape(config: RunConfig) -> RoutedShape | None:
   """Which experts trajectories bring along for the policy to use; None: none (`algorithm.router_replay`)."""
-  model = config.model
   if not config.algorithm.router_replay:
     return None
-  return RoutedShape(num_moe_layers(model), model.num_experts_per_token, model.num_experts)
+  return RoutedShape(*routed_shape(config.model), config.model.num_experts)
 
 
 def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
@@ -65,6 +64,5 @@ def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
 def _packed_rows(
   learner: Learner, trajectories: Sequence[Trajectory], row_lengths: Sequence[int], row_counts: Sequence[int]
 ) -> TrajectoryBatch:
-  wanted = replayed_shape(learner.config)
-  shape = wanted and (wanted.num_layers, wanted.num_active)
-  return pack(trajectories, row_lengths, row_counts, rows_multiple(learner), shape)
+  replayed = routed_shape(learner.config.model) if learner.config.algorithm.router_replay else None
+  return pack(trajectories, row_lengths, row_counts, rows_multiple(learner), replayed)

@@ -81,16 +81,21 @@ def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
   return dataclasses.replace(section, **changes)
 
 
-def unknown_field(path: str, known: list[str]) -> ConfigError:
-  """The error for a field that does not exist, with the nearest names."""
+def unknown_field(
+  path: str,
+  known: list[str],
+  problem: str = "there is no such field.",
+  otherwise: str = "The fields are listed in sao_jax/config.py.",
+) -> ConfigError:
+  """The error for a field that does not exist, with the nearest names as the remedy, or `otherwise` if none is near."""
   last = path.rpartition(".")[2]
   same_name = [name for name in known if name.rpartition(".")[2] == last]
   near = same_name or difflib.get_close_matches(path, known, n=3, cutoff=0.7)
   if not near:
     by_last = {name.rpartition(".")[2]: name for name in known}
     near = [by_last[name] for name in difflib.get_close_matches(last, by_last, n=3, cutoff=0.6)]
-  remedy = f"Did you mean {' or '.join(near)}?" if near else "The fields are listed in sao_jax/config.py."
-  return ConfigError(path, "there is no such field.", remedy)
+  remedy = f"Did you mean {' or '.join(near)}?" if near else otherwise
+  return ConfigError(path, problem, remedy)
 
 
 def nearest(value: str, choices: tuple[str, ...]) -> str:

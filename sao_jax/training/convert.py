@@ -91,7 +91,8 @@ def to_hf(
     raise ConfigError("--checkpoint", f"nothing tells the model's shape in {checkpoint}.", "Pass --base.")
   model = source.model_config() if source else run
   params = load_params(checkpoint, network, step=step)
-  params = jax.jit(functools.partial(merge_lora, keep_dtype=True))(params)
+  if "lora" in params:
+    params = jax.jit(functools.partial(merge_lora, keep_dtype=True))(params)
   specs = param_specs(model) if network == "policy" else value_param_specs(model, params["value_head"].shape[-1])
   check_same_leaves(flatten(params), flatten(abstract_params(specs)), network, str(checkpoint), same_dtype=False)
   logging.info("Exporting the %s in %s%s.", network, checkpoint, f", as {source.path}" if source else "")

@@ -32,13 +32,7 @@ from sao_jax.training.record import Record
 from sao_jax.training.report import EPISODES_FILE
 from sao_jax.training.rollouts import POLL, StepMetrics, make_rollout_loop, take
 from sao_jax.training.sampling import make_service
-from sao_jax.training.setup import (
-  Learner,
-  abstract_state,
-  make_learner,
-  make_publisher,
-  rows_multiple,
-)
+from sao_jax.training.setup import Learner, abstract_state, make_learner, make_publisher, rows_multiple
 from sao_jax.training.validation import validate
 from sao_jax.types import TrainState, Trajectory
 

@@ -96,7 +96,7 @@ class DelayedFetch:
 
 def read_metrics(workdir: str | os.PathLike, phase: str | None = None) -> list[dict[str, Any]]:
   """Returns the metric lines of `workdir` (of one `phase`) in order; [] without a file. A torn line is left out."""
-  lines = _valid_lines(pathlib.Path(workdir) / METRICS_FILE)
+  lines = valid_lines(pathlib.Path(workdir) / METRICS_FILE)
   return [line for line in lines if phase is None or line.get("phase") == phase]
 
 
@@ -119,7 +119,8 @@ def to_json(value: Any) -> Any:
   return None if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
-def _valid_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+def valid_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+  """The lines of a JSONL file that name a step, in order; none without a file. A torn line is left out."""
   if not path.exists():
     return
   with path.open(encoding="utf-8", errors="replace") as file:
@@ -142,7 +143,7 @@ def drop_lines_after(path: pathlib.Path, phase: str, restored_step: int | None) 
   last_step = -math.inf if restored_step is None else restored_step
   temporary = path.with_suffix(".jsonl.tmp")
   with temporary.open("w", encoding="utf-8") as file:
-    for line in _valid_lines(path):
+    for line in valid_lines(path):
       if line.get("phase") != phase or line["step"] <= last_step:
         file.write(json.dumps(line) + "\n")
     file.flush()

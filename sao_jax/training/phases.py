@@ -18,12 +18,7 @@ from sao_jax.models.lora import merge_lora
 from sao_jax.models.value import value_params_from_policy
 from sao_jax.training.adapters import add_fresh_lora, check_lora_scale
 from sao_jax.training.checkpoint import Checkpointer, load_host_state, load_params
-from sao_jax.training.setup import (
-  Learner,
-  init_policy_params,
-  make_state,
-  sharded_specs,
-)
+from sao_jax.training.setup import Learner, init_policy_params, make_state, sharded_specs
 from sao_jax.types import PyTree, TrainState
 
 PHASES = SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"

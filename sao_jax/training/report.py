@@ -16,7 +16,7 @@ from typing import Any
 
 from sao_jax.errors import ConfigError
 from sao_jax.training.curves import PANELS, figure
-from sao_jax.training.metrics import read_metrics, to_json
+from sao_jax.training.metrics import read_metrics, to_json, valid_lines
 from sao_jax.training.statistics import summarize
 
 EPISODES_FILE = "episodes.jsonl"
@@ -72,17 +72,10 @@ def append_episode(
 
 def read_episodes(workdir: str | os.PathLike, phase: str | None = None) -> list[dict[str, Any]]:
   """Returns the recorded episodes (of one `phase`) in order; [] without a file. A torn line is left out."""
-  path = pathlib.Path(workdir) / EPISODES_FILE
-  episodes = []
-  for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-    try:
-      episode = json.loads(text)
-    except json.JSONDecodeError:
-      continue
-    whole = isinstance(episode, dict) and isinstance(episode.get("segments"), list)
-    if whole and (phase is None or episode.get("phase", phase) == phase):  # lines of earlier versions name no phase
-      episodes.append(episode)
-  return episodes
+  lines = valid_lines(pathlib.Path(workdir) / EPISODES_FILE)
+  episodes = [line for line in lines if isinstance(line.get("segments"), list)]
+  # Lines of earlier versions name no phase.
+  return [episode for episode in episodes if phase is None or episode.get("phase", phase) == phase]
 
 
 def pick_episodes(episodes: Sequence[dict[str, Any]], count: int = 3) -> list[dict[str, Any]]:

@@ -135,10 +135,15 @@ def rows_multiple(learner: Learner) -> int:
   return learner.config.algorithm.micro_batches * shards
 
 
+def init_sharded(specs: PyTree, mesh: Mesh, seed: int) -> PyTree:
+  """Initial parameters, created on the mesh."""
+  shardings = param_shardings(specs, mesh)
+  return jax.jit(lambda key: init_params(specs, key), out_shardings=shardings)(jax.random.key(seed))
+
+
 def init_policy_params(learner: Learner, seed: int) -> PyTree:
   """Random policy parameters, created sharded."""
-  shardings = param_shardings(learner.policy_specs, learner.mesh)
-  return jax.jit(lambda key: init_params(learner.policy_specs, key), out_shardings=shardings)(jax.random.key(seed))
+  return init_sharded(learner.policy_specs, learner.mesh, seed)
 
 
 def sharded_specs(specs: PyTree, mesh: Mesh) -> PyTree:

@@ -36,6 +36,7 @@ setuptools.setup(
     "orbax-checkpoint>=0.11.20,<0.13",
     "grain>=0.2.11,<0.4",
     "tensorflow-datasets>=4.9.8,<5",
+    "importlib_resources>=6.4,<8",  # tensorflow-datasets imports it, and etils 1.15 no longer brings it
     "jaxtyping>=0.3,<0.5",
     "absl-py>=2.1,<3",
     "chex>=0.1.90,<0.3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sao_jax.config import (
+  MODEL_CHECKPOINT,
   EvaluationConfig,
   OptimizerConfig,
   RolloutConfig,
@@ -11,7 +12,6 @@ from sao_jax.config import (
   SFTConfig,
   TrainingConfig,
 )
-from sao_jax.environments.chat import MODEL_CHECKPOINT
 from sao_jax.environments.reasoning_gym import ReasoningGym
 
 

@@ -11,7 +11,7 @@ EXIT_INTERRUPTED = 130  # as shells have it
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-  """Ctrl-C where no `sao_jax.training.interrupt.Interrupt` waits for a good moment: one line, and the process is gone.
+  """Ctrl-C where no `sao_jax.interrupt.Interrupt` waits for a good moment: one line, and the process is gone.
 
   Checkpoints and folders appear whole or not at all, whatever ends the process. An exception would not always arrive:
   while jax is imported most of the time goes to callbacks of the garbage collector, which print it and go on.

@@ -25,13 +25,13 @@ from absl import app, flags, logging
 from ml_collections import config_dict, config_flags
 
 from sao_jax.config import RunConfig
+from sao_jax.configuration import config_tree
+from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
+from sao_jax.huggingface.pretrained import with_folder_shape
+from sao_jax.interrupt import Interrupted
 from sao_jax.parallel.process import initialize_processes
-from sao_jax.training import config_tree
-from sao_jax.training.interrupt import Interrupted
 from sao_jax.training.phases import PHASES
-from sao_jax.training.pretrained import with_folder_shape
-from sao_jax.training.validation import validate
 
 flags.disclaim_key_flags()  # --help of a launcher shows these flags as its own
 

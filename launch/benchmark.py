@@ -19,8 +19,7 @@ import rich.console
 from absl import app, flags, logging
 
 from sao_jax.benchmarks.scale import FULL, QUICK
-from sao_jax.benchmarks.suites import SUITES, machine
-from sao_jax.benchmarks.tables import tables
+from sao_jax.benchmarks.suites import SUITES, machine, tables
 
 WIDTH = 180  # of tables in files, in characters
 

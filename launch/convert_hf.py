@@ -10,7 +10,7 @@ from absl import app, flags
 
 from launch import _flags
 from sao_jax.errors import ConfigError
-from sao_jax.training import convert
+from sao_jax.huggingface import convert
 
 _HF = flags.DEFINE_string("hf", None, "Hugging Face folder to convert to checkpoints.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Checkpoints of a phase to convert to a Hugging Face folder.")

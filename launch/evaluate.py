@@ -11,8 +11,11 @@ import pathlib
 from absl import flags, logging
 
 from launch import _flags
+from sao_jax import interrupt
 from sao_jax.config import RunConfig
-from sao_jax.training import evaluation, interrupt, phases, setup
+from sao_jax.evaluation import heldout
+from sao_jax.learner import setup
+from sao_jax.training import phases
 
 _PHASE = flags.DEFINE_enum(
   "phase", "", ["", "base", "sft", "train"], "Whose policy; base: model.checkpoint. By default the newest."
@@ -24,7 +27,7 @@ def main(config: RunConfig, workdir: str) -> None:
   learner = setup.make_learner(config)
   with interrupt.Interrupt() as stop:
     params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
-    result = evaluation.evaluate(config, setup.make_publisher(learner)(params), version, stop)
+    result = heldout.evaluate(config, setup.make_publisher(learner)(params), version, stop)
   logging.info("%s, version %d: held-out success %s", phase, version, result.success)
   record = {"phase": phase, "policy_version": version} | result.metrics()
   path = pathlib.Path(workdir) / f"evaluation_{phase}.json"

@@ -9,7 +9,7 @@ from absl import logging
 
 from launch import _flags
 from sao_jax.config import RunConfig
-from sao_jax.training.report import write_report
+from sao_jax.report.page import write_report
 
 
 def main(config: RunConfig, workdir: str) -> None:

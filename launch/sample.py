@@ -12,9 +12,12 @@ import rich.text
 from absl import flags
 
 from launch import _flags
+from sao_jax import interrupt
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
-from sao_jax.training import episodes, interrupt, phases, sampling, setup
+from sao_jax.evaluation import fixed_policy
+from sao_jax.learner import placement, setup
+from sao_jax.training import phases
 
 _PHASE = flags.DEFINE_enum(
   "phase", "", ["", "base", "sft", "train"], "Whose policy; base: model.checkpoint. By default the newest."
@@ -38,9 +41,9 @@ def main(config: RunConfig, workdir: str) -> None:
   params = setup.make_publisher(learner)(params)
   with (
     interrupt.Interrupt() as stop,
-    sampling.make_service(config, params, seed=config.training.seed, version=version) as service,
+    placement.make_service(config, params, seed=config.training.seed, version=version) as service,
   ):
-    trajectories, failures = episodes.run_episodes(
+    trajectories, failures = fixed_policy.run_episodes(
       config, service, [prompts[_PROMPT.value]], temperature=_TEMPERATURE.value, interrupt=stop
     )
   if failures:
@@ -48,7 +51,7 @@ def main(config: RunConfig, workdir: str) -> None:
   (trajectory,) = trajectories
   console = rich.console.Console()
   console.print(f"{phase}, policy version {version}, held-out prompt {_PROMPT.value}")
-  for kind, text in episodes.episode_segments(trajectory, tokenizer):
+  for kind, text in fixed_policy.episode_segments(trajectory, tokenizer):
     console.print(rich.text.Text(f"{kind:>11} | {text}", style=STYLES[kind]), soft_wrap=True)
   console.print(f"{trajectory.status.value}, reward {trajectory.reward:g}, {trajectory.num_sampled} sampled tokens")
 

@@ -11,7 +11,7 @@ import shutil
 from absl import app, flags, logging
 
 from launch import _flags
-from sao_jax.environments.reasoning_gym_chat import INSTRUCTION
+from sao_jax.environments.reasoning_gym import INSTRUCTION
 from sao_jax.errors import ConfigError
 
 _OUTPUT = flags.DEFINE_string("output", None, "Folder to write; it must be new.", required=True)

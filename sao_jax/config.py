@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses, one per room, with the paper's defaults (arXiv 2607.07508).
 
-Everything here is static data: values only, no functions of a run. `sao_jax.training.validation`, called before any
+Everything here is static data: values only, no functions of a run. `sao_jax.configuration.relations`, called before any
 work starts, refuses combinations that cannot work.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+
+MODEL_CHECKPOINT = "model.checkpoint"  # as a `tokenizer_folder` of an environment: the folder that this field names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,16 @@ class ModelConfig:
   moe_implementation: str = "auto"  # auto | blocked | megablox | ragged_dot
   lora: LoRAConfig = LoRAConfig()  # of the policy; the critic trains in full (see algorithm.freeze_attention)
   checkpoint: str = ""  # checkpoints of a run, or a Hugging Face folder, to start from; empty: random initialisation
+
+  @property
+  def num_moe_layers(self) -> int:
+    """Layers with experts."""
+    return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+  @property
+  def routed_shape(self) -> tuple[int, int]:
+    """(L, k): the layers with experts, and the experts that a token uses in each of them."""
+    return self.num_moe_layers, self.num_experts_per_token
 
 
 @dataclasses.dataclass(frozen=True)

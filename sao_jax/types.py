@@ -5,84 +5,17 @@ Shape letters: B rows, T tokens, L layers, D model, H heads, K kv heads, E exper
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import flax.struct
 import jax
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sao_jax.episode_types import PromptKey, Status
+from sao_jax.episode import PromptKey, Status, Trajectory
+
+__all__ = ["NetworkState", "PromptKey", "RouterStatistics", "Status", "TrainState", "Trajectory", "TrajectoryBatch"]
 
 PyTree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Trajectory:
-  """One finished episode on the host. All arrays have length T = prompt + actions + observations.
-
-  Attributes:
-    token_ids: int32 [T], exactly the ids that were sampled or appended; text is never re-tokenised.
-    action_mask: bool [T], True on tokens the policy sampled (the sampled stop token included).
-    behavior_logprobs: float32 [T], log-probability recorded when the token was sampled; NaN elsewhere.
-    policy_version: int32 [T], version of the weights that sampled the token; -1 elsewhere.
-    turn_starts: int32 [turns], index of the first sampled token of every turn.
-    reward: one finite scalar for the whole episode.
-    status: how the episode ended.
-    key: the prompt it came from.
-    rollout_id: number of the rollout in this run; with the run seed it determines all random keys.
-    info: small host-side facts for logs (latency in seconds, environment name, ...).
-    loss_mask: bool [T], the sampled tokens that are trained on; None: all of them.
-    segment_starts: int32 [segments], index of the first token of every segment; None: one segment. A segment has a
-      prompt of its own and does not see the tokens before it; reward, n and advantages belong to them all together.
-    routed_experts: int16 [T, L, k], the experts that the sampler used for the token as it read it, in each of the L
-      layers with experts; -1 where it never did, as for the last token. None: not recorded.
-  """
-
-  token_ids: Int[np.ndarray, "T"]
-  action_mask: Bool[np.ndarray, "T"]
-  behavior_logprobs: Float[np.ndarray, "T"]
-  policy_version: Int[np.ndarray, "T"]
-  turn_starts: Int[np.ndarray, "turns"]
-  reward: float
-  status: Status
-  key: PromptKey
-  rollout_id: int
-  info: dict[str, float] = dataclasses.field(default_factory=dict)
-  loss_mask: Bool[np.ndarray, "T"] | None = None
-  segment_starts: Int[np.ndarray, "segments"] | None = None
-  routed_experts: Int[np.ndarray, "T L k"] | None = None
-
-  def __len__(self) -> int:
-    return len(self.token_ids)
-
-  @property
-  def begins(self) -> Bool[np.ndarray, "T"]:
-    """Where a segment begins."""
-    begins = np.zeros(len(self), np.bool_)
-    begins[[0] if self.segment_starts is None else self.segment_starts] = True
-    return begins
-
-  @property
-  def num_sampled(self) -> int:
-    """n = sum of the action mask."""
-    return int(self.action_mask.sum())
-
-  @property
-  def trained(self) -> Bool[np.ndarray, "T"]:
-    """The sampled tokens that are trained on."""
-    return self.action_mask if self.loss_mask is None else self.loss_mask
-
-  @property
-  def num_trained(self) -> int:
-    """How many they are."""
-    return int(self.trained.sum())
-
-  @property
-  def oldest_version(self) -> int:
-    """Version of the oldest sampled token; staleness is measured on it. -1 without sampled tokens."""
-    return int(self.policy_version[self.action_mask].min()) if self.action_mask.any() else -1
 
 
 @flax.struct.dataclass

@@ -17,10 +17,10 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
-import annotation_checks  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from toys import annotation_checks  # noqa: E402
 
 hypothesis.settings.register_profile(
   "sao",

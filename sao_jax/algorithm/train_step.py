@@ -17,7 +17,6 @@ from sao_jax.algorithm.frozen import trainable_leaves
 from sao_jax.algorithm.policy_update import PolicyApply, fit_policy, policy_metrics
 from sao_jax.algorithm.reductions import masked_mean_and_std
 from sao_jax.algorithm.targets import batch_metrics, critic_advantages, trained_tokens
-from sao_jax.algorithm.validation import check_algorithm_config
 from sao_jax.config import AlgorithmConfig
 from sao_jax.types import NetworkState, PyTree, TrainState, TrajectoryBatch
 
@@ -83,7 +82,6 @@ def make_train_step(
   The metrics have the same keys and shapes in every mode and for every batch; all are fp32 and reduced over the global
   batch. NaN means undefined: nothing to average over, or a figure of the policy in a critic-only step.
   """
-  check_algorithm_config(config)
 
   def policy_part(
     policy: NetworkState,

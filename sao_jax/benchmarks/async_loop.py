@@ -15,10 +15,10 @@ from sao_jax.benchmarks.event_model import Episode, LoopRecord, LoopSettings
 from sao_jax.benchmarks.sleeping import InstantSampler, Sleeping
 from sao_jax.config import RolloutConfig
 from sao_jax.data.prompts import PromptIterator, make_prompt_iterator
+from sao_jax.interrupt import Interrupt
 from sao_jax.rollout.admission import AdmissionControl
 from sao_jax.rollout.buffer import TrajectoryBuffer
-from sao_jax.rollout.loop import RolloutLoop
-from sao_jax.training.interrupt import Interrupt
+from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.training.rollouts import StepMetrics, take
 
 

@@ -10,18 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from sao_jax.benchmarks import peers
-from sao_jax.benchmarks.flops import decode_flops
-from sao_jax.benchmarks.scale import Scale
-from sao_jax.benchmarks.timing import interleave, make_gemm, median_ratio
+from sao_jax.benchmarks.scale import TUNIX_PADDED_SAMPLING, TUNIX_USEFUL_SAMPLING, Scale
+from sao_jax.benchmarks.timing import decode_flops, interleave, make_gemm, median_ratio
 from sao_jax.config import ModelConfig, SamplerConfig
+from sao_jax.learner import setup
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import init_params
 from sao_jax.sampler.engine import Engine
 from sao_jax.sampler.requests import Completion, GenerateRequest
 from sao_jax.sampler.scheduler import Scheduler
 from sao_jax.sampler.service import SamplerService
-from sao_jax.training import setup
 
 
 def sampler(scale: Scale) -> dict[str, Any]:
@@ -80,9 +78,9 @@ def _batching(scale: Scale, config: ModelConfig) -> dict[str, Any]:
     "waves_useful_tokens_per_second": useful / statistics.median(seconds["waves"]),
     "waves_padded_tokens_per_second": padded / statistics.median(seconds["waves"]),
     "continuous_over_waves": median_ratio(seconds["waves"], seconds["continuous"]),
-    "tunix_useful_tokens_per_second": peers.TUNIX_USEFUL_SAMPLING,
-    "tunix_padded_tokens_per_second": peers.TUNIX_PADDED_SAMPLING,
-    "useful_over_tunix": rate / peers.TUNIX_USEFUL_SAMPLING,
+    "tunix_useful_tokens_per_second": TUNIX_USEFUL_SAMPLING,
+    "tunix_padded_tokens_per_second": TUNIX_PADDED_SAMPLING,
+    "useful_over_tunix": rate / TUNIX_USEFUL_SAMPLING,
   }
 
 

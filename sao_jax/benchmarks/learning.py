@@ -12,19 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from sao_jax.benchmarks import peers
-from sao_jax.benchmarks.flops import train_flops
-from sao_jax.benchmarks.scale import Scale
-from sao_jax.benchmarks.timing import interleave, make_gemm, median_ratio
+from sao_jax.benchmarks.scale import DENSE_TRAINING, MOE_TRAINING, Scale
+from sao_jax.benchmarks.timing import interleave, make_gemm, median_ratio, train_flops
 from sao_jax.config import AlgorithmConfig, MeshConfig, ModelConfig, RunConfig
+from sao_jax.learner import setup
+from sao_jax.learner.packing import shard_batch
 from sao_jax.models.moe import moe_feed_forward
 from sao_jax.models.transformer import param_specs
 from sao_jax.models.value import value_params_from_policy
 from sao_jax.parallel.params import init_params
 from sao_jax.parallel.publish import make_publish
 from sao_jax.parallel.rules import DEFAULT_RULES
-from sao_jax.rollout.packing import shard_batch
-from sao_jax.training import setup
 from sao_jax.types import TrajectoryBatch
 
 
@@ -94,8 +92,8 @@ def train_step(scale: Scale) -> dict[str, Any]:
   With the critic's attention frozen, which is the default of a run, and with nothing frozen, as the peers are.
   """
   return {
-    "dense": _train_step(scale, scale.dense, peers.DENSE_TRAINING),
-    "moe": _train_step(scale, scale.moe, peers.MOE_TRAINING),
+    "dense": _train_step(scale, scale.dense, DENSE_TRAINING),
+    "moe": _train_step(scale, scale.moe, MOE_TRAINING),
   }
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from sao_jax.benchmarks.scale import Scale
 from sao_jax.benchmarks.timing import on_compilation
 from sao_jax.config import RunConfig
-from sao_jax.training import loop, phases, setup, sft
-from sao_jax.training.metrics import read_metrics
+from sao_jax.learner import setup
+from sao_jax.report.metrics import read_metrics
+from sao_jax.training import loop, phases, sft
 
 SETTLED_STEPS = 3
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import rich.box
+import rich.table
 
 from sao_jax.benchmarks.generation import batching, sampler
 from sao_jax.benchmarks.learning import experts, train_step
@@ -34,3 +36,40 @@ def machine() -> dict[str, Any]:
     "cpus": os.cpu_count(),
     "jax": jax.__version__,
   }
+
+
+def flatten(results: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+  """{"dense": {"rate": 1}} -> {"dense/rate": 1}."""
+  flat: dict[str, Any] = {}
+  for key, value in results.items():
+    flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
+  return flat
+
+
+def tables(name: str, results: dict[str, Any]) -> list[rich.table.Table]:
+  """The tables of a suite."""
+  records = {
+    key: value for key, value in results.items() if isinstance(value, list) and value and isinstance(value[0], dict)
+  }
+  figures = flatten({key: value for key, value in results.items() if key not in records})
+  summary = rich.table.Table(name, "")
+  for key, value in figures.items():
+    summary.add_row(key, _cell(value))
+  return [*(_of_records(f"{name}/{key}", rows) for key, rows in records.items()), summary]
+
+
+def _of_records(title: str, rows: list[dict[str, Any]]) -> rich.table.Table:
+  """One row per record; the parts of a figure ("real", "model") share a cell, and the title names them."""
+  parts = next(("/".join(value) for value in rows[0].values() if isinstance(value, dict)), "")
+  table = rich.table.Table(title=f"{title} {parts}", box=rich.box.SIMPLE)
+  for key in rows[0]:
+    table.add_column(key.replace("_", "\n"), justify="right", no_wrap=True)
+  for row in rows:
+    table.add_row(*(_cell(value, digits=3) for value in row.values()))
+  return table
+
+
+def _cell(value: Any, digits: int = 4) -> str:
+  if isinstance(value, dict):
+    return "/".join(_cell(part, digits) for part in value.values())
+  return f"{value:.{digits}g}" if isinstance(value, float) else str(value)

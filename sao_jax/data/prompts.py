@@ -10,7 +10,7 @@ from typing import Any
 
 import grain
 
-from sao_jax.environments.base import Prompt
+from sao_jax.episode import Prompt
 from sao_jax.errors import ConfigError
 
 HELDOUT_FRACTION = 0.1

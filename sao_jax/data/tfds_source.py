@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from sao_jax.environments.base import Prompt
-from sao_jax.episode_types import PromptKey
+from sao_jax.episode import Prompt, PromptKey
 from sao_jax.errors import ConfigError
 
 

@@ -15,8 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from sao_jax.data.tokenizer import Tokenizer
-from sao_jax.environments.failures import EnvironmentFailure, GraderFailure, InfrastructureFailure
-from sao_jax.episode_types import PromptKey, Status
+from sao_jax.episode import EnvironmentFailure, GraderFailure, InfrastructureFailure, Prompt, Status
 from sao_jax.rewards.scalar import check_reward
 
 __all__ = [
@@ -32,19 +31,6 @@ __all__ = [
   "check_step_result",
   "check_token_ids",
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-  """One task to attempt.
-
-  Attributes:
-    key: its name, for ever; `source[key.id]` gives the prompt back (of epoch 0).
-    data: what the environment needs to pose and grade it; JSON values only.
-  """
-
-  key: PromptKey
-  data: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)

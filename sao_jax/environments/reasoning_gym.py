@@ -15,19 +15,20 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
 
-from sao_jax.data.chat import ChatRenderer
-from sao_jax.data.hf_tokenizer import HFTokenizer
+from sao_jax.chat.conversation import ChatRenderer
+from sao_jax.chat.hf_tokenizer import HFTokenizer
+from sao_jax.chat.template import Message
 from sao_jax.data.prompts import check_split, split_of
 from sao_jax.data.tokenizer import ByteTokenizer, Tokenizer
-from sao_jax.environments.base import Demonstration, Environment, GraderFailure, Prompt, StepResult
-from sao_jax.environments.reasoning_gym_chat import ReasoningGymChatEpisode, chat_demonstration
+from sao_jax.environments.base import Demonstration, Environment, StepResult
+from sao_jax.environments.chat_environment import ChatEnvironment, Reply
 from sao_jax.environments.reasoning_gym_tasks import check_task, create_dataset
-from sao_jax.episode_types import PromptKey
+from sao_jax.episode import GraderFailure, Prompt, PromptKey
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.grader_pool import GraderPool
 from sao_jax.rewards.scalar import check_reward
@@ -240,3 +241,52 @@ def corrupt(answer: str, rng: np.random.Generator) -> str:
   alphabet = "0123456789" if answer[place].isdigit() else "abcdefghijklmnopqrstuvwxyz"
   other = str(rng.choice([character for character in alphabet if character != answer[place].lower()]))
   return answer[:place] + (other.upper() if answer[place].isupper() else other) + answer[place + 1 :]
+
+
+if TYPE_CHECKING:
+  from sao_jax.environments.reasoning_gym import ReasoningGym
+
+INSTRUCTION = "Write your final answer between <answer> and </answer>, and nothing else between them."
+
+
+class ReasoningGymChatEpisode(ChatEnvironment):
+  """One question, one answer."""
+
+  def __init__(self, settings: ReasoningGym, renderer: ChatRenderer):
+    super().__init__(settings.name, renderer)
+    self._settings = settings
+
+  async def open(self, prompt: Prompt) -> Sequence[Message]:
+    self._seed = prompt.data["seed"]
+    self._entry = await asyncio.to_thread(self._settings.entry, prompt)
+    return chat_messages(self._entry["question"])
+
+  async def respond(self, said: str) -> Reply:
+    answer = read_answer(said)
+    reward = 0.0
+    if answer is not None:
+      reward = await self._settings.graders.grade(self.name, self._seed, self._entry, answer)
+    return Reply(done=True, reward=reward, info={"answered": float(answer is not None)})
+
+
+def chat_messages(question: str) -> list[Message]:
+  """The conversation before the answer."""
+  return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": question}]
+
+
+def read_answer(said: str) -> str | None:
+  """Text between the last <answer> and the </answer> behind it, thinking left out; None without both."""
+  _, closed, shown = said.rpartition("</think>")
+  start = shown.rfind("<answer>")
+  if start < 0 or (not closed and "<think>" in said):
+    return None
+  answer, end, _ = shown[start + len("<answer>") :].partition("</answer>")
+  return answer.strip() if end else None
+
+
+def chat_demonstration(renderer: ChatRenderer, question: str, answer: str, reward: float) -> Demonstration:
+  """The episode in which the assistant gives the answer at once."""
+  session = renderer.start(chat_messages(question))
+  session.act(session.action_ids(f"<answer>{answer}</answer>"))
+  (segment,) = session.segments
+  return Demonstration(segment.token_ids, segment.action_mask, reward)

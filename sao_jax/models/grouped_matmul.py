@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sao_jax.errors import ConfigError
-from sao_jax.models.grouped_map import grouped_map
 
 IMPLEMENTATIONS = ("blocked", "megablox", "ragged_dot")
 MEGABLOX_TILE = (512, 1024, 1024)  # rows, contracted width, output width; clipped to the operands
@@ -66,3 +69,114 @@ def megablox_matmul(
 
 def _matmul(matrix: jax.Array, rows: jax.Array) -> jax.Array:
   return jnp.dot(rows, matrix)
+
+
+Params = Any
+RowFunction = Callable[[Params, jax.Array], jax.Array]
+
+
+def grouped_map(
+  fn: RowFunction, params: Params, rows: Float[Array, "M D"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "M F"]:
+  """out[m] = fn(params[e], rows[m]) for the rows m of group e; 0 for rows behind the last group.
+
+  Args:
+    fn: maps (parameters of one group, rows [t, D]) to [t, F], every row for itself. Static: hashable.
+    params: a tree of arrays with a leading axis E. Their gradients are accumulated in fp32.
+    rows: rows, sorted by group.
+    group_sizes: number of rows of every group; their sum is at most M.
+  """
+  return _grouped_map(fn, _tile_rows(rows.shape[0], group_sizes.shape[0]), params, rows, group_sizes)
+
+
+def _tile_rows(num_rows: int, num_groups: int) -> int:
+  """Rows per tile: about an average group, so that small batches waste little; 64 measured best for large ones."""
+  return min(64, max(8, 1 << max(num_rows // num_groups, 1).bit_length() - 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _grouped_map(fn: RowFunction, tile: int, params: Params, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+  return _forward(fn, tile, params, rows, group_sizes)[0]
+
+
+def _forward(
+  fn: RowFunction, tile: int, params: Params, rows: jax.Array, group_sizes: jax.Array
+) -> tuple[jax.Array, Any]:
+  padded = _pad(rows, tile)  # the last tile may reach behind the last row
+  ends = jnp.cumsum(group_sizes)
+  result = jax.eval_shape(fn, _select(params, 0), padded[:tile])
+
+  def group(index: jax.Array, out: jax.Array) -> jax.Array:
+    own = _select(params, index)
+    start = ends[index] - group_sizes[index]
+
+    def compute_tile(i: jax.Array, out: jax.Array) -> jax.Array:
+      # A tile that reaches into the next groups writes rows there that those groups write again, later and right.
+      row = start + i * tile
+      return _write(out, fn(own, _read(padded, row, tile)), row)
+
+    return jax.lax.fori_loop(0, _num_tiles(group_sizes[index], tile), compute_tile, out)
+
+  out = jnp.zeros((padded.shape[0], *result.shape[1:]), result.dtype)
+  out = jax.lax.fori_loop(0, group_sizes.shape[0], group, out)[: rows.shape[0]]
+  return _keep(out, ends[-1]), (params, rows, group_sizes)
+
+
+def _backward(fn: RowFunction, tile: int, residuals: Any, out_grad: jax.Array) -> tuple[Any, jax.Array, None]:
+  """The same walk with the derivative of `fn`; what `fn` computes inside is computed again, nothing was stored."""
+  params, rows, group_sizes = residuals
+  padded, padded_grad = _pad(rows, tile), _pad(out_grad, tile)
+  ends = jnp.cumsum(group_sizes)
+
+  def group(index: jax.Array, grads: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+    params_grad, rows_grad = grads
+    own = _select(params, index)
+    start = ends[index] - group_sizes[index]
+
+    def differentiate_tile(i: jax.Array, grads: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+      own_grad, rows_grad = grads
+      row = start + i * tile
+      # Rows behind the group's end belong to others: no gradient of theirs may reach these parameters.
+      tile_grad = _keep(_read(padded_grad, row, tile), ends[index] - row)
+      _, vjp = jax.vjp(fn, own, _read(padded, row, tile))
+      own_tile_grad, rows_tile_grad = vjp(tile_grad)
+      return jax.tree.map(jnp.add, own_grad, own_tile_grad), _write(rows_grad, rows_tile_grad, row)
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), own)
+    num_tiles = _num_tiles(group_sizes[index], tile)
+    own_grad, rows_grad = jax.lax.fori_loop(0, num_tiles, differentiate_tile, (zeros, rows_grad))
+    write = lambda all_groups, one: jax.lax.dynamic_update_index_in_dim(all_groups, one, index, 0)
+    return jax.tree.map(write, params_grad, own_grad), rows_grad
+
+  zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), jnp.zeros_like(padded)
+  params_grad, rows_grad = jax.lax.fori_loop(0, group_sizes.shape[0], group, zeros)
+  params_grad = jax.tree.map(lambda grad, p: grad.astype(p.dtype), params_grad, params)
+  return params_grad, _keep(rows_grad[: rows.shape[0]], ends[-1]), None
+
+
+_grouped_map.defvjp(_forward, _backward)
+
+
+def _num_tiles(group_size: jax.Array, tile: int) -> jax.Array:
+  return (group_size + tile - 1) // tile
+
+
+def _select(params: Params, index: jax.Array | int) -> Params:
+  return jax.tree.map(lambda p: jax.lax.dynamic_index_in_dim(p, index, 0, keepdims=False), params)
+
+
+def _pad(rows: jax.Array, tile: int) -> jax.Array:
+  return jnp.pad(rows, ((0, tile), (0, 0)))
+
+
+def _read(rows: jax.Array, start: jax.Array, tile: int) -> jax.Array:
+  return jax.lax.dynamic_slice_in_dim(rows, start, tile, 0)
+
+
+def _write(rows: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_update_slice_in_dim(rows, update, start, 0)
+
+
+def _keep(rows: jax.Array, count: jax.Array) -> jax.Array:
+  """The first `count` rows; zeros behind them."""
+  return jnp.where(jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None] < count, rows, 0)

@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.grouped_map import grouped_map
-from sao_jax.models.grouped_matmul import choose_implementation, grouped_matmul
+from sao_jax.models.grouped_matmul import choose_implementation, grouped_map, grouped_matmul
 from sao_jax.models.linear import feed_forward
 from sao_jax.models.router import route
 from sao_jax.parallel.rules import AxisRules

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention import packed_attend
-from sao_jax.models.latent_layer import packed_latent_attend
+from sao_jax.models.latent_attention import packed_latent_attend
 from sao_jax.models.logprobs import token_logprobs
 from sao_jax.models.moe import Routed
 from sao_jax.models.transformer import Attend, trunk

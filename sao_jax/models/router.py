@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.linear import linear
+from sao_jax.parallel.params import Params
 
 
 class Routing(NamedTuple):
@@ -89,3 +90,18 @@ def _keep_best_groups(choice: Float[Array, "*batch E"], num_groups: int, num_kep
   _, kept = jax.lax.top_k(group_scores, num_kept)
   is_kept = jnp.any(kept[..., None] == jnp.arange(num_groups, dtype=kept.dtype), axis=-2)
   return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+def router_bias_paths(config: ModelConfig) -> frozenset[str]:
+  """The full names of the correction biases, of which there may be none."""
+  has_bias = config.router == "sigmoid" and config.num_moe_layers > 0
+  return frozenset({"moe_layers/moe/correction_bias"}) if has_bias else frozenset()
+
+
+def update_router_bias(params: Params, load: Float[Array, "L E"], rate: float) -> Params:
+  """The parameters with every bias changed by rate · sign(even share - load of its expert)."""
+  layers = params["moe_layers"]
+  even = jnp.mean(load, axis=-1, keepdims=True)
+  bias = layers["moe"]["correction_bias"]
+  changed = bias + (rate * jnp.sign(even - load)).astype(bias.dtype)
+  return params | {"moe_layers": layers | {"moe": layers["moe"] | {"correction_bias": changed}}}

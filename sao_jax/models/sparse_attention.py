@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.linear import linear
-from sao_jax.models.norms import layer_norm
+from sao_jax.models.linear import layer_norm, linear
 from sao_jax.models.rope import apply_interleaved_rope
 from sao_jax.parallel.params import Params, ParamSpec, Specs
 

@@ -13,12 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.errors import ConfigError
-from sao_jax.models.latent_attention import latent_specs
-from sao_jax.models.latent_layer import LatentAttend, latent_attention, no_selection
-from sao_jax.models.linear import feed_forward, linear
+from sao_jax.models.latent_attention import LatentAttend, latent_attention, latent_specs, no_selection
+from sao_jax.models.linear import feed_forward, linear, rms_norm
 from sao_jax.models.lora import add_lora, lora_of
 from sao_jax.models.moe import Routed, moe_feed_forward
-from sao_jax.models.norms import rms_norm
 from sao_jax.models.rope import apply_rope, rope_table
 from sao_jax.models.sparse_attention import indexer_specs, is_full
 from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
@@ -28,16 +26,6 @@ UNROLLED_LAYERS = 4  # without remat a stack this shallow becomes straight code:
 
 # attend(q [B,T,H,h], k [B,T,K,h], v [B,T,K,h], layer_index, carry) -> (out [B,T,H,h], carry); of latents a LatentAttend
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]] | LatentAttend
-
-
-def num_moe_layers(config: ModelConfig) -> int:
-  """How many layers have experts."""
-  return config.num_layers - config.num_dense_layers if config.num_experts else 0
-
-
-def routed_shape(config: ModelConfig) -> tuple[int, int]:
-  """(L, k): how many layers have experts, and how many of them a token uses in each."""
-  return num_moe_layers(config), config.num_experts_per_token
 
 
 def attention_specs(config: ModelConfig) -> Specs:

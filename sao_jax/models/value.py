@@ -12,7 +12,7 @@ from jaxtyping import Array, Key
 from sao_jax.config import ModelConfig
 from sao_jax.models.linear import linear
 from sao_jax.models.policy import packed_trunk
-from sao_jax.models.router_bias import router_bias_paths
+from sao_jax.models.router import router_bias_paths
 from sao_jax.models.sparse_attention import indexer_paths
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import Params, ParamSpec, Specs, init_params, path_names

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from sao_jax.environments.failures import GraderFailure
+from sao_jax.episode import GraderFailure
 from sao_jax.errors import ConfigError
 from sao_jax.rewards import grader_worker
 from sao_jax.rewards.scalar import check_reward

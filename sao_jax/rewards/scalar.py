@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import Any
 
-from sao_jax.environments.failures import GraderFailure
+from sao_jax.episode import GraderFailure
 
 
 def check_reward(reward: Any, environment: str) -> float:

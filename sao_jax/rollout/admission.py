@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from sao_jax.rollout.failures import Outcome
+from sao_jax.rollout.outcomes import Outcome
 
 
 class Place(enum.Enum):

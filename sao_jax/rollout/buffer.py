@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sao_jax.episode import Trajectory
 from sao_jax.errors import ConfigError
 from sao_jax.rollout.admission import AdmissionControl, Place
-from sao_jax.rollout.evidence import RoutedShape, check_trajectory
-from sao_jax.rollout.failures import BadEvidence, Outcome
+from sao_jax.rollout.evidence import Routing, check_trajectory
+from sao_jax.rollout.outcomes import BadEvidence, Outcome
 from sao_jax.rollout.staleness import is_stale, mask_over_age, mask_truncated, token_lags
 from sao_jax.rollout.statistics import RolloutStatistics
-from sao_jax.types import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class TrajectoryBuffer:
     max_staleness: int,
     staleness: str = "drop",
     train_truncated: bool = True,
-    routed_shape: RoutedShape | None = None,
+    routing: Routing | None = None,
     version: int = 0,
     make_batch: Callable[[list[Trajectory]], Any] = list,
     clock: Callable[[], float] = time.monotonic,
@@ -67,7 +67,7 @@ class TrajectoryBuffer:
 
     `max_staleness` is tau in policy versions, -1 for no bound; `staleness` is "drop" or "mask".
 
-    `routed_shape` says which experts a trajectory must bring along, None: none.
+    `routing` says which experts a trajectory must bring along, None: none.
 
     Without `train_truncated` (`algorithm.truncation="mask"`), trajectories that were cut are handed out masked wholly.
     """
@@ -76,7 +76,7 @@ class TrajectoryBuffer:
     self.admission, self.version = admission, version
     self.statistics = RolloutStatistics(clock)
     self._max_staleness, self._staleness, self._clock = max_staleness, staleness, clock
-    self._train_truncated, self._routed_shape, self._make_batch = train_truncated, routed_shape, make_batch
+    self._train_truncated, self._routing, self._make_batch = train_truncated, routing, make_batch
     self._changed = threading.Condition(admission.lock)
     self._queue: collections.deque[Trajectory] = collections.deque()
     self._training: collections.deque[_Batch] = collections.deque()
@@ -94,7 +94,7 @@ class TrajectoryBuffer:
     Raises:
       BadEvidence: it cannot be trained on; it stays in flight, and the caller's to settle.
     """
-    check_trajectory(trajectory, self._routed_shape)
+    check_trajectory(trajectory, self._routing)
     with self._changed:
       self.statistics.generated(trajectory)
       if self._is_stale(trajectory):
@@ -210,7 +210,7 @@ class TrajectoryBuffer:
       self._training.clear()
       for trajectory in trajectories:
         try:
-          check_trajectory(trajectory, self._routed_shape)
+          check_trajectory(trajectory, self._routing)
         except BadEvidence as error:
           log.warning("buffered rollout %d is filtered: %s", trajectory.rollout_id, error)
           self.admission.settle(Place.BUFFERED, Outcome.FILTERED, error.reason)

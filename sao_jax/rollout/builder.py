@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float, Int
 
-from sao_jax.types import PromptKey, Status, Trajectory
+from sao_jax.episode import PromptKey, Status, Trajectory
 
 
 class TrajectoryBuilder:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from sao_jax.rollout.failures import BadEvidence
+from sao_jax.episode import Trajectory
+from sao_jax.rollout.outcomes import BadEvidence
 from sao_jax.sampler.requests import Completion
-from sao_jax.types import Trajectory
 
 
-class RoutedShape(NamedTuple):
+class Routing(NamedTuple):
   """The experts that a trajectory brings along when the learner replays the sampler's routing.
 
   Attributes:
@@ -90,10 +90,10 @@ def check_routed_experts(
   return array.astype(np.int16)
 
 
-def check_trajectory(trajectory: Trajectory, routed_shape: RoutedShape | None = None) -> None:
+def check_trajectory(trajectory: Trajectory, routing: Routing | None = None) -> None:
   """Checks a whole trajectory, whoever made it.
 
-  `routed_shape` says which experts it must bring along; None: any it has are not looked at.
+  `routing` says which experts it must bring along; None: any it has are not looked at.
 
   Raises:
     BadEvidence: with the reason.
@@ -108,13 +108,13 @@ def check_trajectory(trajectory: Trajectory, routed_shape: RoutedShape | None = 
   _check_logprobs(trajectory.behavior_logprobs[mask])
   _check_versions(trajectory.policy_version[mask])
   _check_unsampled(trajectory, ~mask)
-  if routed_shape is not None:
-    _check_routed(trajectory, routed_shape)
+  if routing is not None:
+    _check_routed(trajectory, routing)
   if not isinstance(trajectory.reward, float) or not math.isfinite(trajectory.reward):
     raise BadEvidence("reward not finite", f"{trajectory.reward!r:.80}")
 
 
-def _check_routed(trajectory: Trajectory, wanted: RoutedShape) -> None:
+def _check_routed(trajectory: Trajectory, wanted: Routing) -> None:
   experts, shape = trajectory.routed_experts, (len(trajectory), wanted.num_layers, wanted.num_active)
   if experts is None:
     raise BadEvidence("routed experts missing", "the sampler did not record them")

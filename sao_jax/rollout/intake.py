@@ -6,9 +6,8 @@ import collections
 import dataclasses
 from typing import Any, Protocol
 
-from sao_jax.environments.base import Prompt
+from sao_jax.episode import Prompt, PromptKey
 from sao_jax.rollout.admission import AdmissionControl
-from sao_jax.types import PromptKey
 
 
 class PromptStream(Protocol):

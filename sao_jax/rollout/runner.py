@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from sao_jax.environments.base import Environment, EnvironmentFailure, InfrastructureFailure
-from sao_jax.rollout.episode import EpisodeLimits, TimeoutWithin, run_episode, within
-from sao_jax.rollout.failures import UnexpectedFailure
+from sao_jax.environments.base import Environment
+from sao_jax.episode import EnvironmentFailure, InfrastructureFailure, Trajectory
 from sao_jax.rollout.intake import Rollout
+from sao_jax.rollout.outcomes import UnexpectedFailure
+from sao_jax.rollout.run_episode import EpisodeLimits, TimeoutWithin, run_episode, within
 from sao_jax.sampler.requests import Completion, GenerateRequest
-from sao_jax.types import Trajectory
 
 log = logging.getLogger(__name__)
 

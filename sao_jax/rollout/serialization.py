@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sao_jax.types import PromptKey, Status, Trajectory
+from sao_jax.episode import PromptKey, Status, Trajectory
 
 TOKEN_FIELDS = {
   "token_ids": np.int32,

@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-from sao_jax.types import Trajectory
+from sao_jax.episode import Trajectory
 
 
 def token_lags(trajectory: Trajectory, version: int) -> Int[np.ndarray, " n"]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from sao_jax.episode import Trajectory
 from sao_jax.rollout.staleness import token_lags
-from sao_jax.types import Trajectory
 
 SUMS = (
   "generated",

@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Int
 
 from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.errors import ConfigError
-from sao_jax.models.transformer import routed_shape
 from sao_jax.parallel.params import Params, path_name
 from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 from sao_jax.sampler import buckets, steps
@@ -100,7 +99,7 @@ class Engine:
     buckets.check_sampler_config(sampler_config, shards)
     self.params, self.version, self.vocab_size = params, version, model_config.vocab_size
     self.config, self._num_slots = sampler_config, sampler_config.num_slots
-    self.routed_shape = routed_shape(model_config) if record_experts else None
+    self.routed_shape = model_config.routed_shape if record_experts else None
     self._model_config, self._mesh, self._rules = model_config, mesh, dataclasses.replace(rules, sequence=None)
     self._key = jax.random.key(seed)
     self._rule = SamplingRule(top_p=sampler_config.top_p, top_k=sampler_config.top_k)

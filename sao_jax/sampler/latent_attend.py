@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.latent_attention import absorb, absorbed_values
-from sao_jax.models.latent_layer import LatentAttend, Selection
+from sao_jax.models.latent_attention import LatentAttend, Selection, absorb, absorbed_values
 from sao_jax.models.sparse_attention import Index, index_scores, select_top_k
 from sao_jax.sampler.attend import readable, stretched_attention
 from sao_jax.sampler.cache import LatentCache, num_positions

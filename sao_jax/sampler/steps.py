@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.transformer import Attend, head_logits, routed_shape, trunk
+from sao_jax.models.transformer import Attend, head_logits, trunk
 from sao_jax.parallel.params import Params
 from sao_jax.parallel.rules import AxisRules
 from sao_jax.sampler.attend import cached_attend
@@ -141,7 +141,7 @@ def decode(
     logprobs=jnp.zeros(shape, jnp.float32),
     emitted=jnp.zeros(shape, jnp.bool_),
     overflow=jnp.zeros(shape[1:], jnp.bool_),
-    routed_experts=jnp.full((*shape, *routed_shape(config)), -1, jnp.int16) if record_experts else None,
+    routed_experts=jnp.full((*shape, *config.routed_shape), -1, jnp.int16) if record_experts else None,
   )
 
   def unfinished(carry) -> jax.Array:

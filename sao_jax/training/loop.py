@@ -13,28 +13,28 @@ from typing import Any
 import jax
 from absl import logging
 
+from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.config import RunConfig
+from sao_jax.configuration.relations import validate
+from sao_jax.episode import Trajectory
 from sao_jax.errors import ConfigError
-from sao_jax.rollout.packing import check_buckets
+from sao_jax.evaluation.audit import audit_sampler
+from sao_jax.evaluation.fixed_policy import check_prompts, record_episode
+from sao_jax.evaluation.heldout import Evaluation
+from sao_jax.evaluation.pinned import PinnedEvaluation
+from sao_jax.interrupt import Interrupt, Interrupted
+from sao_jax.learner.compilation import CompiledSteps
+from sao_jax.learner.packing import check_buckets
+from sao_jax.learner.placement import make_service
+from sao_jax.learner.setup import Learner, abstract_state, check_lora_scale, make_learner, make_publisher, rows_multiple
+from sao_jax.report.metrics import DelayedFetch, MetricsWriter, drop_lines_after, evaluated_versions
+from sao_jax.report.page import EPISODES_FILE
+from sao_jax.report.progress import Progress
 from sao_jax.training import phases
-from sao_jax.training.adapters import check_lora_scale
-from sao_jax.training.audit import audit_sampler
-from sao_jax.training.checkpoint import Checkpointer
-from sao_jax.training.compilation import CompiledSteps
-from sao_jax.training.episodes import check_prompts, record_episode
-from sao_jax.training.evaluation import Evaluation
+from sao_jax.training.consumed import Record
 from sao_jax.training.heap import settled_heap
-from sao_jax.training.interrupt import Interrupt, Interrupted
-from sao_jax.training.metrics import DelayedFetch, MetricsWriter, drop_lines_after, evaluated_versions
-from sao_jax.training.pinned_evaluation import PinnedEvaluation
-from sao_jax.training.progress import Progress
-from sao_jax.training.record import Record
-from sao_jax.training.report import EPISODES_FILE
 from sao_jax.training.rollouts import POLL, StepMetrics, make_rollout_loop, take
-from sao_jax.training.sampling import make_service
-from sao_jax.training.setup import Learner, abstract_state, make_learner, make_publisher, rows_multiple
-from sao_jax.training.validation import validate
-from sao_jax.types import TrainState, Trajectory
+from sao_jax.types import TrainState
 
 COMPILING_STEPS = 2  # after so many steps of a process everything is compiled, for the rest of the run
 

@@ -10,15 +10,21 @@ import jax
 import numpy as np
 from absl import logging
 
+from sao_jax.checkpoints.checkpointer import Checkpointer, load_host_state, load_params
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
-from sao_jax.models.hf_folder import is_hf_folder
-from sao_jax.models.hf_import import import_policy
+from sao_jax.huggingface.folder import is_hf_folder
+from sao_jax.huggingface.load import import_policy
+from sao_jax.learner.setup import (
+  Learner,
+  add_fresh_lora,
+  check_lora_scale,
+  init_policy_params,
+  make_state,
+  sharded_specs,
+)
 from sao_jax.models.lora import merge_lora
 from sao_jax.models.value import value_params_from_policy
-from sao_jax.training.adapters import add_fresh_lora, check_lora_scale
-from sao_jax.training.checkpoint import Checkpointer, load_host_state, load_params
-from sao_jax.training.setup import Learner, init_policy_params, make_state, sharded_specs
 from sao_jax.types import PyTree, TrainState
 
 PHASES = SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"

@@ -12,17 +12,17 @@ import pathlib
 import jax
 import numpy as np
 
+from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.config import RunConfig
+from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
+from sao_jax.learner.batches import packed_batch
+from sao_jax.learner.compilation import CompiledSteps
+from sao_jax.learner.setup import abstract_state, make_learner
 from sao_jax.parallel.params import path_name
+from sao_jax.report.progress import Progress
 from sao_jax.training import phases
-from sao_jax.training.batches import packed_batch
-from sao_jax.training.checkpoint import Checkpointer
-from sao_jax.training.compilation import CompiledSteps
-from sao_jax.training.progress import Progress
-from sao_jax.training.record import Record
-from sao_jax.training.setup import abstract_state, make_learner
-from sao_jax.training.validation import validate
+from sao_jax.training.consumed import Record
 from sao_jax.types import TrainState
 
 

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from sao_jax.data.prompts import make_prompt_iterator
+from sao_jax.episode import Trajectory
+from sao_jax.interrupt import Interrupt
+from sao_jax.learner.batches import Batch, packed_batch, replayed_routing
+from sao_jax.learner.setup import Learner
 from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.rollout.admission import AdmissionControl, Place
 from sao_jax.rollout.buffer import TrajectoryBuffer
-from sao_jax.rollout.failures import Outcome
-from sao_jax.rollout.loop import RolloutLoop
+from sao_jax.rollout.outcomes import Outcome
+from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.sampler.service import SamplerService
-from sao_jax.training.batches import Batch, packed_batch, replayed_shape
-from sao_jax.training.interrupt import Interrupt
 from sao_jax.training.phases import prompt_seed
-from sao_jax.training.setup import Learner
-from sao_jax.types import Trajectory
 
 POLL = 0.5  # seconds between two looks at a requested interruption while the trainer waits for a batch
 
@@ -39,7 +39,7 @@ def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, ver
     max_staleness=rollout.max_staleness,
     staleness=rollout.staleness,
     train_truncated=config.algorithm.truncation != "mask",
-    routed_shape=replayed_shape(config),
+    routing=replayed_routing(config),
     version=version,
     make_batch=functools.partial(packed_batch, learner),
   )

@@ -15,22 +15,21 @@ from absl import logging
 
 from sao_jax.algorithm.frozen import replace_leaves, trainable_leaves
 from sao_jax.algorithm.updates import guarded_update
+from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.config import RunConfig
+from sao_jax.configuration.relations import validate
 from sao_jax.data.prompts import make_prompt_iterator
-from sao_jax.environments.base import Prompt
+from sao_jax.episode import Prompt, Status, Trajectory
 from sao_jax.errors import ConfigError
+from sao_jax.interrupt import Interrupt
+from sao_jax.learner.batches import packed_batch
+from sao_jax.learner.packing import check_buckets
+from sao_jax.learner.setup import abstract_state, check_lora_scale, make_learner, make_network, rows_multiple
 from sao_jax.parallel.process import data_process_count, data_process_index
-from sao_jax.rollout.packing import check_buckets
+from sao_jax.report.metrics import DelayedFetch, MetricsWriter
+from sao_jax.report.progress import Progress
 from sao_jax.training import phases
-from sao_jax.training.adapters import check_lora_scale
-from sao_jax.training.batches import packed_batch
-from sao_jax.training.checkpoint import Checkpointer
-from sao_jax.training.interrupt import Interrupt
-from sao_jax.training.metrics import DelayedFetch, MetricsWriter
-from sao_jax.training.progress import Progress
-from sao_jax.training.setup import abstract_state, make_learner, make_network, rows_multiple
-from sao_jax.training.validation import validate
-from sao_jax.types import NetworkState, PyTree, Status, Trajectory, TrajectoryBatch
+from sao_jax.types import NetworkState, PyTree, TrajectoryBatch
 
 # Sources may draw a prompt from (seed, id): the expert's mistakes must come from another stream than the question.
 DEMONSTRATION_STREAM = 0x5AFE_DE30

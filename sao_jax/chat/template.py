@@ -1,0 +1,140 @@
+"""Jinja chat templates of Hugging Face folders: messages and tools in, the text of the conversation out."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sao_jax.chat.hf_tokenizer import read_json
+from sao_jax.errors import ConfigError
+
+Message = Mapping[str, Any]  # "role", "content", and what else the template reads; JSON values
+
+
+def load_templates(folder: pathlib.Path) -> dict[str, str]:
+  """Name -> source of a folder's templates; the main one is called "default".
+
+  Files (chat_template.jinja, additional_chat_templates/NAME.jinja) come before `chat_template` of
+  tokenizer_config.json, which is one source or a list of {"name": ..., "template": ...}.
+
+  Raises:
+    ConfigError: when there is none.
+  """
+  main, others = folder / "chat_template.jinja", sorted((folder / "additional_chat_templates").glob("*.jinja"))
+  templates = {path.stem: path.read_text(encoding="utf-8") for path in others}
+  if main.is_file():
+    templates["default"] = main.read_text(encoding="utf-8")
+  if templates:
+    return templates
+  declared = read_json(folder / "tokenizer_config.json").get("chat_template")
+  if isinstance(declared, str):
+    return {"default": declared}
+  if isinstance(declared, list) and declared:
+    return {entry["name"]: entry["template"] for entry in declared}
+  raise ConfigError(
+    "tokenizer", f"{folder} has no chat template.", "Use an instruct model's folder, or add a chat_template.jinja."
+  )
+
+
+class ChatTemplate:
+  """The compiled templates of one folder, rendered in a sandbox as transformers does. Safe to share by threads."""
+
+  def __init__(self, folder: pathlib.Path, variables: Mapping[str, Any]):
+    """Compiles them.
+
+    Args:
+      folder: see `load_templates`.
+      variables: what templates may read besides the conversation: token names and options such as `enable_thinking`.
+
+    Raises:
+      ConfigError: when the package jinja2 is missing, there is no template, or one has a syntax error.
+    """
+    self.name = f"the chat template of {folder}"
+    self._variables = dict(variables)
+    environment, self._error = _sandbox()
+    self._compiled = {}
+    for name, source in load_templates(folder).items():
+      try:
+        self._compiled[name] = environment.from_string(source)
+      except self._error as error:
+        raise ConfigError("chat_template", f"{self.name} ({name}) is no Jinja: {error}", "Correct it.") from error
+
+  def render(
+    self,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    add_generation_prompt: bool,
+    now: datetime.datetime,
+  ) -> str:
+    """The conversation as text. Keys of messages whose value is None are left out.
+
+    Args:
+      messages: the conversation.
+      tools: JSON schemas of the tools; a template called "tool_use" is for conversations with tools.
+      add_generation_prompt: end with the start of the assistant's turn.
+      now: what templates that print the date believe it is.
+
+    Raises:
+      ConfigError: when the template refuses the conversation, or there is no template for it.
+    """
+    name = "tool_use" if tools and "tool_use" in self._compiled else "default"
+    if name not in self._compiled:
+      known = sorted(self._compiled)
+      raise ConfigError("chat_template", f"{self.name} has only {known}.", "Give it one called 'default'.")
+    known_only = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+      return self._compiled[name].render(
+        **{
+          **self._variables,
+          "messages": known_only,
+          "tools": list(tools) if tools is not None else None,
+          "documents": None,
+          "add_generation_prompt": add_generation_prompt,
+          "strftime_now": now.strftime,
+        }
+      )
+    except (self._error, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+      roles = [message.get("role") for message in known_only]
+      raise ConfigError(
+        "chat_template",
+        f"{self.name} refuses a conversation of {roles}: {type(error).__name__}: {error}",
+        "Send the roles and fields that it expects, or correct the template.",
+      ) from error
+
+
+def _sandbox() -> tuple[Any, type[Exception]]:
+  """The Jinja environment for which published templates are written, and the error that they raise."""
+  try:
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+  except ImportError as error:
+    raise ConfigError(
+      "chat_template", f"The package jinja2 is not installed ({error}).", "Run: pip install -e '.[hf]'"
+    ) from error
+
+  class Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant said, for other readers of the template: here it is its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+      next(parser.stream)
+      return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+  def tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+  def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+  )
+  environment.filters["tojson"] = tojson
+  environment.globals["raise_exception"] = raise_exception
+  return environment, jinja2.TemplateError

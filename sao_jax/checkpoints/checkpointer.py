@@ -1,0 +1,275 @@
+"""Checkpoints of a run: both networks, their optimisers and the host's state, asynchronous and atomic, through Orbax.
+
+A checkpoint is a directory `<step>/` with the items "policy" and "critic" (the parameters, nested dicts by name),
+"rest" (optimiser states and counters) and "host" (see host_state.py). It is written under a temporary name and renamed
+when complete, so that a kill at any moment leaves the last complete one. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from absl import logging
+
+from sao_jax.checkpoints.host_state import HostStateHandler, HostStateRestore, HostStateSave, encode
+from sao_jax.checkpoints.state_tree import NETWORKS, REST, check_same_leaves, flatten, nest, places, split
+from sao_jax.errors import ConfigError
+from sao_jax.types import PyTree
+
+_HOST = "host"
+_ABANDONED = "abandoned"
+
+# What reading a damaged checkpoint raises, in Orbax, TensorStore and host_state.
+_UNREADABLE = (OSError, ValueError, KeyError)
+
+
+class Restored(NamedTuple):
+  """What `Checkpointer.restore` found."""
+
+  step: int
+  state: PyTree
+  host_state: Any
+
+
+class Checkpointer:
+  """Saves and restores train states in `directory`; a context manager that waits for the last save.
+
+  The state is a pytree whose leaves are arrays, best a `TrainState` or a `NetworkState`: parameters found under
+  `policy/params`, `critic/params` or `params` (taken as the policy's) can be loaded alone, see `load_params`.
+  """
+
+  def __init__(self, directory: str | os.PathLike, *, keep: int = 2, every: int = 100):
+    """`keep`: how many checkpoints stay, the newest; `every`: steps between two, see `due`."""
+    self._directory = pathlib.Path(directory).absolute()
+    self._every = every
+    self._current: int | None = None  # the step that this process saved or restored last
+    self._failure: Exception | None = None
+    self._owned = False  # nothing on disk is changed before the first save
+    self._manager = _manager(self._directory, keep=keep)
+
+  def latest_step(self) -> int | None:
+    """The newest complete checkpoint's step, None without one."""
+    return self._manager.latest_step()
+
+  def due(self, step: int) -> bool:
+    """Whether a checkpoint is to be written after `step` steps. Raises the error of a save that failed."""
+    self._raise_failure(self._manager.check_for_errors)
+    return step % self._every == 0
+
+  def save(self, step: int, state: PyTree, host_state: Any = None) -> None:
+    """Starts to write the checkpoint of `step` and returns as soon as `state` may be donated.
+
+    `host_state` is what host_state.encode takes. Saving the step that was saved or restored last does nothing.
+    Checkpoints of this or a later step, left by a run that was abandoned by going back, are moved aside.
+
+    Raises:
+      the error of an earlier save that failed, as itself; nothing more can be saved with this object.
+      TypeError: when `host_state` cannot be stored.
+    """
+    archive = encode(host_state)
+    self._raise_failure(self._manager.check_for_errors)
+    if step == self._current:
+      return
+    self.wait()
+    self._take_over(step)
+    items = {name: ocp.args.StandardSave(nest(leaves)) for name, leaves in split(state).items() if leaves}
+    self._manager.save(step, args=ocp.args.Composite(**items, **{_HOST: HostStateSave(archive)}), force=True)
+    self._current = step
+
+  def wait(self) -> None:
+    """Returns when the checkpoint under way is complete. Raises its error when it failed."""
+    self._raise_failure(self._manager.wait_until_finished)
+    self._raise_failure(self._manager.check_for_errors)
+
+  def restore(self, abstract_state: PyTree, step: int | None = None) -> Restored | None:
+    """Restores `step`, or the newest readable checkpoint; None when there is no checkpoint at all.
+
+    Args:
+      abstract_state: the state's structure: leaves with shape, dtype and sharding (`jax.ShapeDtypeStruct` or arrays).
+        The shardings may differ from those it was saved with.
+      step: the step; None takes the newest and, when that cannot be read, the one before it.
+
+    Raises:
+      ConfigError: when the checkpoint belongs to another model (names the first differing leaf), or when there are
+        checkpoints but none can be read.
+    """
+    self.wait()
+    steps = sorted(self._manager.all_steps(), reverse=True) if step is None else [step]
+    for candidate in steps:
+      try:
+        restored = self._read(candidate, abstract_state)
+      except ConfigError:
+        raise
+      except _UNREADABLE as error:
+        logging.error("The checkpoint of step %d in %s cannot be read: %s", candidate, self._directory, error)
+        continue
+      self._current = candidate
+      return restored
+    if not steps:
+      return None
+    raise ConfigError(
+      "checkpoint",
+      f"none of the checkpoints in {self._directory} can be read (steps {', '.join(map(str, steps))}).",
+      "Name another step, or start again in a new --workdir; the log above says what is wrong with each.",
+    )
+
+  def close(self) -> None:
+    """Waits for the save under way and frees the threads."""
+    self._manager.close()
+
+  def __enter__(self) -> Checkpointer:
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self.close()
+
+  def _read(self, step: int, abstract_state: PyTree) -> Restored:
+    where = f"{self._directory}, step {step}"
+    stored = _stored_leaves(self._manager, step)
+    wanted = split(abstract_state)
+    for name, leaves in wanted.items():
+      check_same_leaves(stored.get(name, {}), leaves, name, where)
+    items = {name: _restore_args(leaves) for name, leaves in wanted.items() if leaves}
+    restored = self._manager.restore(step, args=ocp.args.Composite(**items, **{_HOST: HostStateRestore()}))
+    flat = {name: flatten(restored[name]) for name in items}
+    leaves = [flat[item][name] for item, name in places(abstract_state)]
+    return Restored(step, jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), restored[_HOST])
+
+  def _raise_failure(self, check: Callable[[], None]) -> None:
+    """Raises the error that `check` finds, and again at every later call: that save's writers may still be at work."""
+    if self._failure is None:
+      try:
+        check()
+      except Exception as error:
+        self._failure = error
+    if self._failure is not None:
+      raise self._failure
+
+  def _take_over(self, step: int) -> None:
+    """Before a save: clears what killed saves left, once, and moves checkpoints of an abandoned future aside."""
+    abandoned = [later for later in self._manager.all_steps() if later >= step]
+    if jax.process_index() == 0:
+      if not self._owned:
+        for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
+          shutil.rmtree(path, ignore_errors=True)
+      for later in abandoned:
+        target = _free_name(self._directory / _ABANDONED / str(later))
+        target.parent.mkdir(exist_ok=True)
+        os.replace(self._directory / str(later), target)
+        logging.warning("The checkpoint of step %d was moved to %s: this run goes on before it.", later, target)
+    self._owned = True
+    if abandoned:
+      ocp.multihost.sync_global_processes("sao_jax:abandoned_checkpoints")
+      self._manager.reload()
+
+
+def load_params(
+  directory: str | os.PathLike,
+  which: str = "policy",
+  abstract: PyTree | None = None,
+  *,
+  step: int | None = None,
+  optional: str | None = None,
+) -> PyTree:
+  """Loads one network's parameters from a checkpoint directory, as a start for another run (`model.checkpoint`).
+
+  Args:
+    directory: what was given to `Checkpointer`.
+    which: "policy" or "critic".
+    abstract: their shapes, dtypes and shardings; by default as stored, on the first device.
+    step: which checkpoint; by default the newest.
+    optional: a name at the top of `abstract` that the result lacks when the checkpoint lacks it.
+
+  Raises:
+    ConfigError: when there is no such checkpoint or network, or it is of another model.
+  """
+  directory = pathlib.Path(directory).absolute()
+  problem = "holds no checkpoint"
+  if directory.is_dir():
+    with _manager(directory, create=False) as manager:
+      steps = [found for found in manager.all_steps() if step in (None, found)]
+      try:
+        if steps:
+          return _read_network(manager, max(steps), which, abstract, f"{directory}, step {max(steps)}", optional)
+      except ConfigError:
+        raise
+      except _UNREADABLE as error:
+        problem = f"cannot be read at step {max(steps)} ({error})"
+  wanted = "" if step is None else f" of step {step}"
+  raise ConfigError(
+    "model.checkpoint",
+    f"{directory} {problem}{wanted}.",
+    "Name the directory that a run saved into; it has one folder per step.",
+  )
+
+
+def load_host_state(directory: str | os.PathLike, step: int) -> Any:
+  """The host state that was saved with the checkpoint of `step`.
+
+  Raises:
+    FileNotFoundError, ValueError: it cannot be read.
+  """
+  with _manager(pathlib.Path(directory).absolute(), create=False) as manager:
+    return manager.restore(step, args=ocp.args.Composite(**{_HOST: HostStateRestore()}))[_HOST]
+
+
+def _read_network(
+  manager: ocp.CheckpointManager,
+  step: int,
+  which: str,
+  abstract: PyTree | None,
+  where: str,
+  optional: str | None = None,
+) -> PyTree:
+  stored = _stored_leaves(manager, step).get(which)
+  if stored is None:
+    raise ConfigError("model.checkpoint", f"there is no {which} in {where}.", "Name a run that trained one.")
+  if optional and abstract is not None and not any(name.startswith(f"{optional}/") for name in stored):
+    abstract = {name: tree for name, tree in abstract.items() if name != optional}
+  leaves = stored if abstract is None else flatten(abstract)
+  check_same_leaves(stored, leaves, which, where, same_dtype=False)
+  restored = manager.restore(step, args=ocp.args.Composite(**{which: _restore_args(leaves)}))[which]
+  if abstract is None:
+    return restored
+  flat = flatten(restored)
+  return jax.tree.unflatten(jax.tree.structure(abstract), [flat[name] for name in leaves])
+
+
+def _manager(directory: pathlib.Path, *, keep: int | None = None, create: bool = True) -> ocp.CheckpointManager:
+  options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=create)
+  handlers = {name: ocp.StandardCheckpointHandler() for name in (*NETWORKS, REST)}
+  return ocp.CheckpointManager(directory, options=options, item_handlers=handlers | {_HOST: HostStateHandler()})
+
+
+def _stored_leaves(manager: ocp.CheckpointManager, step: int) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+  """Shape and dtype of what the checkpoint of `step` holds, by item and name. FileNotFoundError when a part is lost."""
+  metadata = manager.metadata(step)
+  saved = [name for name in (*NETWORKS, REST) if name in (metadata.item_handlers or {})]
+  found = {name: metadata.item_metadata[name] for name in saved}
+  lost = [name for name, item in found.items() if item is None]
+  if lost or not saved:
+    raise FileNotFoundError(f"the checkpoint is incomplete: {', '.join(lost) or 'the list of its items'} is missing")
+  return {
+    name: {leaf: jax.ShapeDtypeStruct(x.shape, x.dtype) for leaf, x in flatten(item.tree).items()}
+    for name, item in found.items()
+  }
+
+
+def _restore_args(leaves: dict[str, Any]) -> Any:
+  default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  targets = {
+    name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default)
+    for name, leaf in leaves.items()
+  }
+  return ocp.args.StandardRestore(nest(targets))
+
+
+def _free_name(path: pathlib.Path) -> pathlib.Path:
+  names = (path.with_name(f"{path.name}{suffix}") for suffix in ("", *(f".{i}" for i in range(1, 10_000))))
+  return next(name for name in names if not name.exists())

@@ -1,0 +1,138 @@
+"""One episode on the host: its prompt, how it ended, what can fail, and the trajectory that it leaves. Numpy only."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+
+class PromptKey(NamedTuple):
+  """Names one prompt for ever: which environment, which example of it, which pass over the data."""
+
+  environment: str
+  id: int
+  epoch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  """One task to attempt.
+
+  Attributes:
+    key: its name, for ever; `source[key.id]` gives the prompt back (of epoch 0).
+    data: what the environment needs to pose and grade it; JSON values only.
+  """
+
+  key: PromptKey
+  data: dict[str, Any]
+
+
+class Status(enum.Enum):
+  """How an episode ended. Only TERMINATED has a true end state, V(s_n) = 0."""
+
+  TERMINATED = "terminated"
+  TRUNCATED_LENGTH = "truncated(length)"  # the per-episode budget of sampled tokens ran out
+  TRUNCATED_TURNS = "truncated(turns)"  # the turn limit was reached
+  TRUNCATED_CONTEXT = "truncated(context)"  # prompt + actions + observations filled the context
+
+  @property
+  def truncated(self) -> bool:
+    return self is not Status.TERMINATED
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+  """One finished episode on the host. All arrays have length T = prompt + actions + observations.
+
+  Attributes:
+    token_ids: int32 [T], exactly the ids that were sampled or appended; text is never re-tokenised.
+    action_mask: bool [T], True on tokens the policy sampled (the sampled stop token included).
+    behavior_logprobs: float32 [T], log-probability recorded when the token was sampled; NaN elsewhere.
+    policy_version: int32 [T], version of the weights that sampled the token; -1 elsewhere.
+    turn_starts: int32 [turns], index of the first sampled token of every turn.
+    reward: one finite scalar for the whole episode.
+    status: how the episode ended.
+    key: the prompt it came from.
+    rollout_id: number of the rollout in this run; with the run seed it determines all random keys.
+    info: small host-side facts for logs (latency in seconds, environment name, ...).
+    loss_mask: bool [T], the sampled tokens that are trained on; None: all of them.
+    segment_starts: int32 [segments], index of the first token of every segment; None: one segment. A segment has a
+      prompt of its own and does not see the tokens before it; reward, n and advantages belong to them all together.
+    routed_experts: int16 [T, L, k], the experts that the sampler used for the token as it read it, in each of the L
+      layers with experts; -1 where it never did, as for the last token. None: not recorded.
+  """
+
+  token_ids: Int[np.ndarray, "T"]
+  action_mask: Bool[np.ndarray, "T"]
+  behavior_logprobs: Float[np.ndarray, "T"]
+  policy_version: Int[np.ndarray, "T"]
+  turn_starts: Int[np.ndarray, "turns"]
+  reward: float
+  status: Status
+  key: PromptKey
+  rollout_id: int
+  info: dict[str, float] = dataclasses.field(default_factory=dict)
+  loss_mask: Bool[np.ndarray, "T"] | None = None
+  segment_starts: Int[np.ndarray, "segments"] | None = None
+  routed_experts: Int[np.ndarray, "T L k"] | None = None
+
+  def __len__(self) -> int:
+    return len(self.token_ids)
+
+  @property
+  def begins(self) -> Bool[np.ndarray, "T"]:
+    """Where a segment begins."""
+    begins = np.zeros(len(self), np.bool_)
+    begins[[0] if self.segment_starts is None else self.segment_starts] = True
+    return begins
+
+  @property
+  def num_sampled(self) -> int:
+    """n = sum of the action mask."""
+    return int(self.action_mask.sum())
+
+  @property
+  def trained(self) -> Bool[np.ndarray, "T"]:
+    """The sampled tokens that are trained on."""
+    return self.action_mask if self.loss_mask is None else self.loss_mask
+
+  @property
+  def num_trained(self) -> int:
+    """How many they are."""
+    return int(self.trained.sum())
+
+  @property
+  def oldest_version(self) -> int:
+    """Version of the oldest sampled token; staleness is measured on it. -1 without sampled tokens."""
+    return int(self.policy_version[self.action_mask].min()) if self.action_mask.any() else -1
+
+
+class EnvironmentFailure(Exception):
+  """The environment could not produce or grade the episode; carries the environment's name.
+
+  Attributes:
+    environment: name of the environment.
+    problem: what happened, one sentence.
+    retryable: whether the same call on a fresh instance may succeed.
+  """
+
+  retryable_by_default = False
+
+  def __init__(self, environment: str, problem: str, *, retryable: bool | None = None):
+    self.environment, self.problem = environment, problem
+    self.retryable = self.retryable_by_default if retryable is None else retryable
+    super().__init__(f"environment {environment!r}: {problem}")
+
+
+class InfrastructureFailure(EnvironmentFailure):
+  """A sandbox was not created, a server is gone, a disk is full: worth another try."""
+
+  retryable_by_default = True
+
+
+class GraderFailure(EnvironmentFailure):
+  """The reward could not be computed, or is not one finite scalar."""

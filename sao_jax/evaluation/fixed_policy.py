@@ -1,0 +1,145 @@
+"""Running episodes outside the asynchronous loop: evaluation, the audit and `sample` need a few, on fixed weights."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from absl import logging
+
+from sao_jax.config import RunConfig
+from sao_jax.episode import EnvironmentFailure, Prompt, Trajectory
+from sao_jax.evaluation.event_loop import run_in_background
+from sao_jax.interrupt import StopSignal
+from sao_jax.report.page import append_episode
+from sao_jax.rollout.intake import Rollout
+from sao_jax.rollout.outcomes import BadEvidence, PromptTooLong, RolloutSilent
+from sao_jax.rollout.run_episode import EpisodeLimits, within
+from sao_jax.rollout.runner import EpisodeRunner
+from sao_jax.rollout.watchdog import Progress, describe_tasks
+from sao_jax.sampler.service import SamplerService
+
+CHECKED_PROMPTS = 16
+
+
+def run_episodes(
+  config: RunConfig,
+  service: SamplerService,
+  prompts: Iterable[Prompt],
+  *,
+  temperature: float,
+  first_rollout_id: int = 0,
+  interrupt: StopSignal | None = None,
+) -> tuple[list[Trajectory], list[Exception]]:
+  """Runs one episode per prompt, as many at once as there are slots.
+
+  Args:
+    config: the run's configuration.
+    service: a started sampler.
+    prompts: the tasks.
+    temperature: of sampling.
+    first_rollout_id: rollout ids count from here; with the sampler's seed they determine all random keys.
+    interrupt: ends all episodes when the process is asked to stop.
+
+  Returns:
+    The trajectories in the order of the prompts, and what went wrong with the others: failures of environments that
+    outlasted `rollout.environment_retries`, or evidence that cannot be trusted. Those prompts have no outcome, which is
+    not the same as reward 0.
+
+  Raises:
+    Interrupted: the process was asked to stop.
+    RolloutSilent: nothing has happened for `training.watchdog_seconds`.
+  """
+  progress = Progress()
+
+  def look(event_loop: asyncio.AbstractEventLoop) -> None:
+    if progress.silence > config.training.watchdog_seconds:
+      tasks = describe_tasks(asyncio.all_tasks(event_loop))
+      raise RolloutSilent(f"nothing has happened for {progress.silence:.0f} s in {len(prompts)} episodes\n{tasks}")
+
+  prompts = list(prompts)
+  episodes = _run_all(config, service, prompts, temperature, first_rollout_id, progress)
+  return run_in_background(episodes, interrupt=interrupt, look=look)
+
+
+async def _run_all(
+  config: RunConfig,
+  service: SamplerService,
+  prompts: Sequence[Prompt],
+  temperature: float,
+  first_rollout_id: int,
+  progress: Progress,
+) -> tuple[list[Trajectory], list[Exception]]:
+  tokenizer = config.environment.tokenizer()
+  runner = EpisodeRunner(
+    lambda: config.environment.make(tokenizer),
+    service,
+    EpisodeLimits.of(config.rollout, context_length=config.sampler.context_length, vocab_size=config.model.vocab_size),
+    temperature=temperature,
+    timeout=config.rollout.environment_timeout,
+    retries=config.rollout.environment_retries,
+    on_activity=progress.beat,
+  )
+  free_slots = asyncio.Semaphore(config.sampler.num_slots)
+
+  async def run_one(rollout: Rollout) -> Trajectory | Exception:
+    async with free_slots:
+      try:
+        return await runner.run(rollout)
+      except (EnvironmentFailure, BadEvidence) as failure:
+        logging.error("the episode of prompt %s has no outcome: %s", tuple(rollout.prompt.key), failure)
+        return failure
+
+  rollouts = [Rollout(number, prompt) for number, prompt in enumerate(prompts, first_rollout_id)]
+  results = await asyncio.gather(*(run_one(rollout) for rollout in rollouts))
+  trajectories = [result for result in results if isinstance(result, Trajectory)]
+  return trajectories, [result for result in results if not isinstance(result, Trajectory)]
+
+
+def check_prompts(config: RunConfig) -> None:
+  """Refuses, before any work, an environment whose prompts leave no room to answer; looks at the first few.
+
+  Raises:
+    PromptTooLong: names the prompt's length, the context and the remedy.
+  """
+  tokenizer = config.environment.tokenizer()
+
+  async def check(split: str, seed: int) -> None:
+    source = config.environment.prompts(tokenizer, split, seed)
+    for index in range(min(CHECKED_PROMPTS, len(source))):
+      prompt = source[index]
+      try:
+        environment = config.environment.make(tokenizer)
+        length = len(await within(config.rollout.environment_timeout, environment.reset(prompt)))
+        await within(config.rollout.environment_timeout, environment.close())
+      except Exception as failure:  # the run itself retries, counts and in the end reports failures
+        logging.warning("prompt %s could not be checked: %r", tuple(prompt.key), failure)
+        continue
+      if length >= config.sampler.context_length:
+        raise PromptTooLong(length, config.sampler.context_length, str(tuple(prompt.key)))
+
+  run_in_background(check("train", config.training.seed))
+  run_in_background(check("heldout", config.evaluation.seed))
+
+
+def episode_segments(trajectory: Trajectory, tokenizer: Any) -> list[tuple[str, str]]:
+  """The episode as text: (kind, text) pieces in order, kind "prompt", "action" or "observation"."""
+  segments: list[tuple[str, str]] = []
+  mask = trajectory.action_mask
+  boundaries = [0, *(int(i) for i in (mask[1:] != mask[:-1]).nonzero()[0] + 1), len(mask)]
+  turn_starts = {int(start) for start in trajectory.turn_starts}
+  for start, end in zip(boundaries, boundaries[1:]):
+    # Two turns without an observation between them are two actions.
+    cuts = [start, *sorted(turn for turn in turn_starts if start < turn < end), end]
+    for low, high in zip(cuts, cuts[1:]):
+      kind = "action" if mask[low] else ("prompt" if low == 0 else "observation")
+      segments.append((kind, tokenizer.decode(trajectory.token_ids[low:high])))
+  return segments
+
+
+def record_episode(config: RunConfig, workdir: pathlib.Path, phase: str, step: int, trajectory: Trajectory) -> None:
+  """Appends an episode, as text, to the run's record, from which the report shows some."""
+  segments = episode_segments(trajectory, config.environment.tokenizer())
+  append_episode(workdir, phase, step, trajectory.reward, trajectory.status.value, segments)

@@ -1,0 +1,89 @@
+"""Held-out success of one policy version, with its confidence interval."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+from absl import logging
+
+from sao_jax.config import RunConfig
+from sao_jax.episode import Trajectory
+from sao_jax.evaluation.fixed_policy import run_episodes
+from sao_jax.interrupt import StopSignal
+from sao_jax.learner.placement import make_service
+from sao_jax.report.intervals import Success, success
+from sao_jax.types import PyTree
+
+SUCCESS_REWARD = 1.0  # an episode succeeds when it earns the full reward
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """What an evaluation found.
+
+  Attributes:
+    success: rate over the graded episodes, with its Wilson interval.
+    mean_reward: mean over the same episodes.
+    mean_sampled: sampled tokens per episode.
+    ungraded: prompts whose environment failed: in no statistic.
+    policy_version: the version that sampled every token.
+    trajectories: the episodes.
+  """
+
+  success: Success
+  mean_reward: float
+  mean_sampled: float
+  ungraded: int
+  policy_version: int
+  trajectories: list[Trajectory]
+
+  def metrics(self) -> dict[str, float]:
+    """The numbers for the metrics file."""
+    return {
+      "heldout_success": self.success.rate,
+      "heldout_low": self.success.low,
+      "heldout_high": self.success.high,
+      "heldout_trials": self.success.trials,
+      "heldout_reward": self.mean_reward,
+      "heldout_response_length": self.mean_sampled,
+      "heldout_ungraded": self.ungraded,
+    }
+
+
+def evaluate(config: RunConfig, params: PyTree, version: int, interrupt: StopSignal | None = None) -> Evaluation:
+  """Runs `evaluation.prompts` held-out prompts, or all there are, with fixed weights.
+
+  Args:
+    config: the run's configuration.
+    params: policy parameters on the sampler's devices; they must stay alive until this returns.
+    version: the version they are.
+    interrupt: ends it when the process is asked to stop.
+
+  Raises:
+    Interrupted: the process was asked to stop.
+  """
+  settings = config.evaluation
+  source = config.environment.prompts(config.environment.tokenizer(), "heldout", settings.seed)
+  if len(source) < settings.prompts:
+    logging.warning(
+      "The held-out split has %d prompts, not evaluation.prompts=%d: each is used once.", len(source), settings.prompts
+    )
+  prompts = list(itertools.islice((source[index] for index in range(len(source))), settings.prompts))
+  with make_service(config, params, seed=settings.seed, version=version) as service:
+    trajectories, failures = run_episodes(
+      config, service, prompts, temperature=settings.temperature, interrupt=interrupt
+    )
+  versions = {int(v) for t in trajectories for v in np.unique(t.policy_version[t.action_mask])}
+  if versions - {version}:
+    raise AssertionError(f"an evaluation of version {version} sampled tokens with versions {sorted(versions)}")
+  rewards = [trajectory.reward for trajectory in trajectories]
+  return Evaluation(
+    success=success(sum(reward >= SUCCESS_REWARD for reward in rewards), len(rewards), settings.confidence),
+    mean_reward=float(np.mean(rewards)) if rewards else float("nan"),
+    mean_sampled=float(np.mean([t.num_sampled for t in trajectories])) if trajectories else float("nan"),
+    ungraded=len(failures),
+    policy_version=version,
+    trajectories=trajectories,
+  )

@@ -1,0 +1,102 @@
+"""GLM-4.5 and GLM-4.5-Air (arXiv 2508.06471): sigmoid router, group-limited; a shared expert; leading dense layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sao_jax.config import ModelConfig
+from sao_jax.huggingface.families import qwen3, qwen3_moe
+from sao_jax.huggingface.families.family import Family
+from sao_jax.huggingface.families.fields import Fields, read_rope
+
+BIASES = {
+  "attention/q_bias": ("self_attn.q_proj.bias", 0),
+  "attention/k_bias": ("self_attn.k_proj.bias", 0),
+  "attention/v_bias": ("self_attn.v_proj.bias", 0),
+}
+ROUTED = {
+  "moe/correction_bias": ("mlp.gate.e_score_correction_bias", 0),
+  "moe/shared/gate": ("mlp.shared_experts.gate_proj.weight", 1),
+  "moe/shared/up": ("mlp.shared_experts.up_proj.weight", 1),
+  "moe/shared/down": ("mlp.shared_experts.down_proj.weight", 1),
+}
+ROTARY_FRACTION = 0.5  # what transformers assumes
+
+
+def read_experts(fields: Fields) -> dict[str, Any]:
+  """The experts of GLM-4.5 and of what came after it."""
+  fields.only("scoring_func", "sigmoid")
+  fields.only("topk_method", "noaux_tc")
+  width, num_experts = fields.take("moe_intermediate_size"), fields.take("n_routed_experts")
+  if num_experts < 1:
+    fields.refuse("n_routed_experts", num_experts)
+  return {
+    "num_experts": num_experts,
+    "num_experts_per_token": fields.take("num_experts_per_tok"),
+    "d_ff_expert": width,
+    "d_ff_shared": width * fields.take("n_shared_experts"),
+    "num_dense_layers": fields.take("first_k_dense_replace"),
+    "renormalize_router": fields.take("norm_topk_prob", True),
+    "router": "sigmoid",
+    "num_expert_groups": fields.take("n_group", 1),
+    "num_groups_per_token": fields.take("topk_group", 1),
+    "routed_scaling": float(fields.take("routed_scaling_factor", 1.0)),
+  }
+
+
+def write_experts(config: ModelConfig) -> dict[str, Any]:
+  """The inverse of `read_experts`."""
+  return {
+    "n_routed_experts": config.num_experts,
+    "num_experts_per_tok": config.num_experts_per_token,
+    "moe_intermediate_size": config.d_ff_expert,
+    "n_shared_experts": config.d_ff_shared // config.d_ff_expert,
+    "first_k_dense_replace": config.num_dense_layers,
+    "norm_topk_prob": config.renormalize_router,
+    "n_group": config.num_expert_groups,
+    "topk_group": config.num_groups_per_token,
+    "routed_scaling_factor": config.routed_scaling,
+  }
+
+
+def read(fields: Fields) -> dict[str, Any]:
+  """The shape of a GLM-4.5; how many layers predict further tokens is `beyond_trunk`'s business."""
+  fields.irrelevant("num_nextn_predict_layers")
+  attention = {"attention_bias": fields.take("attention_bias", False), "qk_norm": fields.take("use_qk_norm", False)}
+  rope = read_rope(fields, rotary_fraction=ROTARY_FRACTION)
+  return qwen3.read_common(fields) | rope | read_experts(fields) | attention
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+  """Its config.json."""
+  return (
+    qwen3.write_common(config)
+    | write_experts(config)
+    | {
+      "attention_bias": config.attention_bias,
+      "use_qk_norm": config.qk_norm,
+      "partial_rotary_factor": config.rotary_fraction,
+      "num_nextn_predict_layers": 0,
+    }
+  )
+
+
+def prediction_layers(fields: Mapping[str, Any]) -> tuple[str, ...]:
+  """Prefixes of the multi-token-prediction layers, which follow the layers of the model.
+
+  One where the folder says nothing, as in all published ones; null is none.
+  """
+  first, number = fields["num_hidden_layers"], fields.get("num_nextn_predict_layers", 1) or 0
+  return tuple(f"model.layers.{first + i}." for i in range(number))
+
+
+FAMILY = Family(
+  model_type="glm4_moe",
+  architecture="Glm4MoeForCausalLM",
+  read=read,
+  write=write,
+  tensors=qwen3.FAMILY.tensors | qwen3_moe.EXPERTS | BIASES | ROUTED,
+  float32=frozenset({"moe/correction_bias", "moe/router"}),
+  beyond_trunk=prediction_layers,
+)

@@ -1,0 +1,117 @@
+"""GLM-5 and GLM-5.2 (arXiv 2602.15763): the experts of GLM-4.5, latent attention, sparse attention by an indexer.
+
+As in transformers 5.24: both rotary embeddings turn interleaved pairs (its releases before that paired halves in the
+indexer), and the norms of latents have an epsilon of their own. GLM-5.2 says in `indexer_types` which layers have no
+indexer and read what the last layer with one chose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sao_jax.config import ModelConfig
+from sao_jax.huggingface.families import glm4_moe, qwen3, qwen3_moe
+from sao_jax.huggingface.families.family import Family, stacked_layers
+from sao_jax.huggingface.families.fields import Fields, read_rope
+from sao_jax.models.sparse_attention import is_full
+
+# config.json -> ModelConfig, values as they are.
+SAME = {
+  **{name: name for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+  "index_topk": "index_topk",
+  "index_n_heads": "index_num_heads",
+  "index_head_dim": "index_head_dim",
+}
+LATENT = {
+  "attention/q_a": ("self_attn.q_a_proj.weight", 1),
+  "attention/q_a_norm": ("self_attn.q_a_layernorm.weight", 0),
+  "attention/q_b": ("self_attn.q_b_proj.weight", 1),
+  "attention/kv_a": ("self_attn.kv_a_proj_with_mqa.weight", 1),
+  "attention/kv_a_norm": ("self_attn.kv_a_layernorm.weight", 0),
+  "attention/kv_b": ("self_attn.kv_b_proj.weight", 1),
+  "attention/o": ("self_attn.o_proj.weight", 2),
+}
+INDEXER = {
+  "q": ("self_attn.indexer.wq_b.weight", 1),
+  "k": ("self_attn.indexer.wk.weight", 1),
+  "k_norm": ("self_attn.indexer.k_norm.weight", 0),
+  "k_norm_bias": ("self_attn.indexer.k_norm.bias", 0),
+  "weights": ("self_attn.indexer.weights_proj.weight", 1),
+}
+
+
+def read(fields: Fields) -> dict[str, Any]:
+  """The shape of a GLM-5."""
+  fields.only("attention_bias", False)
+  fields.only("mlp_bias", False)
+  fields.only("rope_interleave", True)
+  fields.only("indexer_rope_interleave", True)
+  fields.only("moe_layer_freq", 1)
+  fields.only("moe_router_dtype", "float32")
+  # Of training, of the layers that predict further tokens, and sums of other fields.
+  fields.irrelevant("ep_size", "pretraining_tp", "qk_head_dim")
+  fields.irrelevant("num_nextn_predict_layers", "index_share_for_mtp_iteration")
+  shape = qwen3.read_common(fields) | read_rope(fields) | glm4_moe.read_experts(fields)
+  shape |= {ours: fields.take(theirs) for theirs, ours in SAME.items()}
+  for name in ("kv_lora_rank", "q_lora_rank", "index_topk"):
+    if shape[name] < 1:
+      fields.refuse(name, shape[name])
+  if shape["num_kv_heads"] != shape["num_heads"]:
+    fields.refuse("num_key_value_heads", shape["num_kv_heads"])
+  num_layers = shape["num_layers"]
+  kinds = fields.take("layer_types", ())
+  if set(kinds) - {"indexed_attention", "deepseek_sparse_attention"}:
+    fields.refuse("layer_types", kinds)
+  feed_forward = list(fields.take("mlp_layer_types", ()))
+  if feed_forward:
+    shape["num_dense_layers"] = dense = feed_forward.count("dense")
+    if feed_forward != ["dense"] * dense + ["sparse"] * (num_layers - dense):
+      fields.refuse("mlp_layer_types", feed_forward)
+  types = read_indexer_types(fields, num_layers)
+  # Like transformers we take the rotated part for the head dimension, whatever the file says.
+  return shape | {"indexer_types": types, "head_dim": shape["qk_rope_head_dim"], "qk_norm": False}
+
+
+def read_indexer_types(fields: Fields, num_layers: int) -> tuple[str, ...]:
+  """The kinds of all layers, () where each has an indexer; explicit, as letters, or by a rhythm, in this order."""
+  pattern, rhythm = fields.take("index_topk_pattern", ()), max(fields.take("index_topk_freq", 1), 1)
+  offset = fields.take("index_skip_topk_offset", 2)
+  spelt = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+  regular = ["shared" if max(i - offset + 1, 0) % rhythm else "full" for i in range(num_layers)]
+  types = tuple(fields.take("indexer_types", spelt or regular))
+  if len(types) != num_layers or set(types) - {"full", "shared"} or types[0] != "full":
+    fields.refuse("indexer_types", types)
+  return types if "shared" in types else ()
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+  """Its config.json."""
+  return (
+    qwen3.write_common(config)
+    | glm4_moe.write_experts(config)
+    | {theirs: getattr(config, ours) for theirs, ours in SAME.items()}
+    | {
+      "attention_bias": config.attention_bias,
+      "indexer_types": ["full" if full else "shared" for full in is_full(config)],
+      "num_nextn_predict_layers": 0,
+    }
+  )
+
+
+def layers(config: ModelConfig, name: str) -> tuple[int, ...]:
+  """The layers of the model that a parameter stacks: of an indexer those that have one."""
+  if name.startswith("indexer_layers/"):
+    return tuple(i for i, full in enumerate(is_full(config)) if full)
+  return stacked_layers(config, name)
+
+
+FAMILY = Family(
+  model_type="glm_moe_dsa",
+  architecture="GlmMoeDsaForCausalLM",
+  read=read,
+  write=write,
+  tensors=qwen3.EMBEDDINGS | qwen3.NORMS | qwen3.DENSE | qwen3_moe.EXPERTS | glm4_moe.ROUTED | LATENT | INDEXER,
+  float32=frozenset({"moe/correction_bias", "moe/router"}),
+  beyond_trunk=glm4_moe.prediction_layers,
+  layers=layers,
+)

@@ -1,0 +1,89 @@
+"""Qwen3, dense (arXiv 2505.09388): grouped-query attention with q/k norm, SwiGLU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sao_jax.config import ModelConfig
+from sao_jax.huggingface.families.family import Family
+from sao_jax.huggingface.families.fields import Fields, read_rope, write_yarn
+
+# config.json -> ModelConfig, values as they are.
+SAME = {
+  "vocab_size": "vocab_size",
+  "hidden_size": "d_model",
+  "intermediate_size": "d_ff",
+  "num_hidden_layers": "num_layers",
+  "num_attention_heads": "num_heads",
+  "num_key_value_heads": "num_kv_heads",
+  "head_dim": "head_dim",
+  "max_position_embeddings": "max_positions",
+  "rms_norm_eps": "rms_norm_eps",
+}
+DEFAULTS = {"initializer_range": ("initializer_range", 0.02), "tie_word_embeddings": ("tie_embeddings", False)}
+
+EMBEDDINGS = {
+  "embed": ("model.embed_tokens.weight", None),
+  "final_norm": ("model.norm.weight", 0),
+  "head": ("lm_head.weight", 1),
+}
+NORMS = {"attention_norm": ("input_layernorm.weight", 0), "mlp_norm": ("post_attention_layernorm.weight", 0)}
+ATTENTION = {
+  "attention/q": ("self_attn.q_proj.weight", 1),
+  "attention/k": ("self_attn.k_proj.weight", 1),
+  "attention/v": ("self_attn.v_proj.weight", 1),
+  "attention/o": ("self_attn.o_proj.weight", 2),
+  "attention/q_norm": ("self_attn.q_norm.weight", 0),
+  "attention/k_norm": ("self_attn.k_norm.weight", 0),
+}
+DENSE = {
+  "mlp/gate": ("mlp.gate_proj.weight", 1),
+  "mlp/up": ("mlp.up_proj.weight", 1),
+  "mlp/down": ("mlp.down_proj.weight", 1),
+}
+
+
+def read_common(fields: Fields) -> dict[str, Any]:
+  """What all our families share."""
+  fields.only("hidden_act", "silu")
+  fields.only("attention_dropout", 0, 0.0)
+  same = {ours: fields.take(theirs) for theirs, ours in SAME.items()}
+  return same | {ours: fields.take(theirs, default) for theirs, (ours, default) in DEFAULTS.items()}
+
+
+def read_full_attention(fields: Fields) -> None:
+  """Refuses sliding windows; where there are none, their sizes do not matter."""
+  fields.only("use_sliding_window", False)
+  fields.irrelevant("sliding_window", "max_window_layers")
+  kinds = fields.take("layer_types", ())
+  if set(kinds) - {"full_attention"}:
+    fields.refuse("layer_types", kinds)
+
+
+def write_common(config: ModelConfig) -> dict[str, Any]:
+  """The inverse of `read_common`."""
+  written = {theirs: getattr(config, ours) for theirs, ours in SAME.items()}
+  written |= {theirs: getattr(config, ours) for theirs, (ours, _) in DEFAULTS.items()}
+  rope = {"rope_theta": config.rope_theta, "rope_scaling": write_yarn(config.yarn)}
+  return written | rope | {"hidden_act": "silu", "attention_dropout": 0.0}
+
+
+def read(fields: Fields) -> dict[str, Any]:
+  """The shape of a dense Qwen3."""
+  fields.only("attention_bias", False)
+  read_full_attention(fields)
+  return read_common(fields) | read_rope(fields, yarn=True) | {"num_experts": 0, "qk_norm": True}
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+  """Its config.json."""
+  return write_common(config) | {"attention_bias": False, "use_sliding_window": False}
+
+
+FAMILY = Family(
+  model_type="qwen3",
+  architecture="Qwen3ForCausalLM",
+  read=read,
+  write=write,
+  tensors=EMBEDDINGS | NORMS | ATTENTION | DENSE,
+)

@@ -1,0 +1,113 @@
+"""A Hugging Face folder: its config.json and where each of its tensors lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from sao_jax.config import ModelConfig
+from sao_jax.errors import ConfigError
+from sao_jax.huggingface.families import family_of_fields
+from sao_jax.huggingface.families.family import DEFAULT_MODEL, Family
+from sao_jax.huggingface.safetensors_file import Bounds, StoredTensor, read_header
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+VALUE_HEAD = "value_head.safetensors"  # of a value network, which is otherwise a folder like any other
+SCALE = "_scale_inv"  # behind the name of an FP8 weight: its scales
+FP8_BLOCK = 128
+
+
+def is_hf_folder(path: str | os.PathLike) -> bool:
+  """Whether `path` is a folder with a config.json that names a model_type."""
+  file = pathlib.Path(path) / CONFIG
+  return bool(str(path)) and file.is_file() and "model_type" in _read_json(file)
+
+
+class HFFolder:
+  """Opens a folder: reads config.json and the headers of its files, no data.
+
+  Attributes:
+    path: of the folder.
+    fields: of config.json.
+    family: that it belongs to.
+    tensors: all tensors by name.
+    bytes_read: how many bytes of tensors `read` has given out so far.
+  """
+
+  def __init__(self, path: str | os.PathLike):
+    """Raises ConfigError: no such folder, no safetensors in it, a broken file, an unknown family or quantisation."""
+    self.path = pathlib.Path(path)
+    if not is_hf_folder(path):
+      raise ConfigError(
+        "model.checkpoint",
+        f"{path} has no {CONFIG} with a model_type.",
+        "Name a folder as save_pretrained of transformers writes it.",
+      )
+    self.fields: dict[str, Any] = _read_json(self.path / CONFIG)
+    self.family: Family = family_of_fields(self.fields)
+    self.tensors = self._find_tensors()
+    self.bytes_read = 0
+    _check_quantization(self.fields)
+
+  def model_config(self, model: ModelConfig = DEFAULT_MODEL) -> ModelConfig:
+    """`model` with the folder's shape, see `Family.model_config`."""
+    return self.family.model_config(self.fields, model)
+
+  def read(self, name: str, bounds: Bounds | None = None) -> np.ndarray:
+    """Part of a tensor as it is stored."""
+    part = self.tensors[name].read(bounds)
+    self.bytes_read += part.nbytes
+    return part
+
+  def beyond_trunk(self) -> list[str]:
+    """The tensors that the family declares to be no part of the model."""
+    prefixes = self.family.beyond_trunk(self.fields)
+    return sorted(name for name in self.tensors if name.startswith(prefixes))
+
+  def _find_tensors(self) -> dict[str, StoredTensor]:
+    index, single = self.path / INDEX, self.path / SINGLE
+    if index.is_file():
+      weight_map = _read_json(index).get("weight_map", {})
+      headers = {}
+      for file in sorted(set(weight_map.values())):
+        if not (self.path / file).is_file():
+          raise ConfigError("model.checkpoint", f"{self.path / file} is missing, {INDEX} names it.", "Copy it too.")
+        headers[file] = read_header(self.path / file)
+      lost = sorted(name for name, file in weight_map.items() if name not in headers[file])
+      if lost:
+        raise ConfigError(
+          "model.checkpoint", f"{', '.join(lost)}: not in the file that {index} names.", "Copy the folder again."
+        )
+      return {name: headers[file][name] for name, file in weight_map.items()}
+    if single.is_file():
+      return read_header(single)
+    raise ConfigError(
+      "model.checkpoint",
+      f"{self.path} holds neither {INDEX} nor {SINGLE}; pickled weights are never read.",
+      "Save it again with save_pretrained of transformers, which writes safetensors.",
+    )
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    content = json.loads(path.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ConfigError("model.checkpoint", f"{path} is not JSON: {error}.", "Mend the file.") from error
+  return content if isinstance(content, dict) else {}
+
+
+def _check_quantization(fields: dict[str, Any]) -> None:
+  quantization = fields.get("quantization_config")
+  if quantization is None:
+    return
+  method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+  if method != "fp8" or block != [FP8_BLOCK, FP8_BLOCK]:
+    raise ConfigError(
+      "config.json quantization_config",
+      f"{method!r} with weight_block_size {block} is not implemented.",
+      "Use the folder in bf16, or one in FP8 with blocks of 128 x 128.",
+    )

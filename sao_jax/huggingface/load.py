@@ -1,0 +1,254 @@
+"""Parameters from a Hugging Face folder, tensor by tensor straight into the mesh.
+
+A process reads only the byte ranges that its devices' shards need, and holds one of them at a time: at most twice the
+largest tensor is in host memory beside what the devices hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh, Sharding
+from jaxtyping import Array, Float
+
+from sao_jax.config import ModelConfig
+from sao_jax.errors import ConfigError
+from sao_jax.huggingface.families.family import Tensor, shape_differences
+from sao_jax.huggingface.folder import FP8_BLOCK, SCALE, VALUE_HEAD, HFFolder
+from sao_jax.huggingface.safetensors_file import Bounds, read_header
+from sao_jax.models.transformer import param_specs
+from sao_jax.models.value import value_param_specs
+from sao_jax.parallel.params import Params, ParamSpec, Specs, param_shardings, path_name, path_names
+from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
+
+FLOATS = ("F32", "BF16", "F16", "F8_E4M3")
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def import_policy(
+  path: str | os.PathLike, config: ModelConfig, mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
+) -> Params:
+  """The parameters of `param_specs(config)` from a folder, in config.param_dtype, sharded on `mesh`.
+
+  Raises:
+    ConfigError: the folder's shape is not that of `config`, or one error that lists all tensors that are missing,
+      unknown, of another shape, or of a dtype that is not read.
+  """
+  folder = HFFolder(path)
+  check_shape(folder, config)
+  _check_architecture(folder, folder.family.architecture)
+  specs = param_specs(config)
+  check_tensors(folder, config, specs)
+  return load_leaves(folder, folder.family.tensor_table(config, specs), specs, mesh, rules)
+
+
+def import_value(
+  path: str | os.PathLike,
+  config: ModelConfig,
+  num_outputs: int = 1,
+  mesh: Mesh | None = None,
+  rules: AxisRules = DEFAULT_RULES,
+) -> Params:
+  """A value network as `export_value` writes it: the trunk in the policy's format, the head in a file of its own.
+
+  A language-model head is never read as a value head, whatever its shape.
+
+  Raises:
+    ConfigError: as `import_policy`, or the head's file is missing or has another shape.
+  """
+  folder = HFFolder(path)
+  check_shape(folder, config)
+  head_file = folder.path / VALUE_HEAD
+  if not head_file.is_file():
+    raise ConfigError("value network", f"{folder.path} has no {VALUE_HEAD}.", "Name the export of a value network.")
+  _check_architecture(folder, trunk_architecture(folder.family.architecture))
+  specs = value_param_specs(config, num_outputs)
+  head = specs.pop("value_head")
+  check_tensors(folder, config, specs)
+  stored = read_header(head_file).get("value_head.weight")
+  shape = (num_outputs, config.d_model)
+  if stored is None or stored.shape != shape:
+    found = "no value_head.weight" if stored is None else f"one of shape {stored.shape}"
+    raise ConfigError("value network", f"{head_file} has {found}, expected {shape}.", "Set algorithm.value_head to it.")
+  params = load_leaves(folder, folder.family.tensor_table(config, specs), specs, mesh, rules)
+  value_head = np.ascontiguousarray(stored.read().T)
+  target = None if mesh is None else param_shardings({"value_head": head}, mesh, rules)["value_head"]
+  return params | {"value_head": jax.device_put(jnp.asarray(value_head, head.dtype), target)}
+
+
+def trunk_architecture(architecture: str) -> str:
+  """The name in config.json of the same model without a language-model head."""
+  return architecture.removesuffix("ForCausalLM") + "Model"
+
+
+def check_shape(folder: HFFolder, config: ModelConfig) -> None:
+  """Raises ConfigError, listing the differences, when `config` is not of the folder's shape."""
+  differences = shape_differences(config, folder.model_config())
+  if differences:
+    raise ConfigError(
+      "model",
+      f"it has not the shape of {folder.path}: {'; '.join(differences)}.",
+      "Take the shape from the folder: sao_jax.huggingface.pretrained.with_folder_shape(config), as the launchers do.",
+    )
+
+
+def check_tensors(folder: HFFolder, config: ModelConfig, specs: Specs) -> None:
+  """Compares what the folder holds with what `specs` needs; logs what the family declares to be beyond the model.
+
+  Raises:
+    ConfigError: one error that lists all that is missing, unknown, of another shape, or of a dtype that is not read.
+  """
+  table = folder.family.tensor_table(config, specs)
+  leaves = dict(zip(path_names(specs), jax.tree.leaves(specs), strict=True))
+  expected = {
+    tensor.name_at(position): tensor.stored_shape(leaves[name].shape)
+    for name, tensor in table.items()
+    for position in itertools.product(*map(range, leaves[name].shape[: tensor.num_stacked]))
+  }
+  problems = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in folder.tensors]
+  beyond = folder.beyond_trunk()
+  ignored = set(beyond)
+  for name, stored in folder.tensors.items():
+    weight = name.removesuffix(SCALE)
+    if name in expected:
+      if stored.shape != expected[name]:
+        problems.append(f"{name} is {list(stored.shape)}, expected {list(expected[name])}")
+      if stored.dtype not in FLOATS:
+        problems.append(f"{name} is {stored.dtype}, read are {', '.join(FLOATS)}")
+      if stored.dtype == "F8_E4M3" and name + SCALE not in folder.tensors:
+        problems.append(f"{name}{SCALE} is missing, {name} is in FP8")
+    elif weight != name and weight in expected and len(expected[weight]) == 2:
+      blocks = tuple(-(-size // FP8_BLOCK) for size in expected[weight])
+      if stored.shape != blocks:
+        problems.append(f"{name} is {list(stored.shape)}, expected {list(blocks)}")
+    elif name == _HEAD and config.tie_embeddings and "embed" in table:
+      if not _same_data(folder, _HEAD, _EMBEDDING):
+        problems.append(f"{_HEAD} differs from {_EMBEDDING}, although tie_word_embeddings says that they are one")
+    elif name not in ignored:
+      problems.append(f"{name} {list(stored.shape)} is not part of the model")
+  if problems:
+    raise ConfigError(
+      "model.checkpoint",
+      f"{folder.path} does not hold the model of its config.json:\n    " + "\n    ".join(problems),
+      "Use a folder whose tensors and config.json belong together.",
+    )
+  if beyond:
+    size = sum(folder.tensors[name].num_bytes for name in beyond) / 2**20
+    prefixes = ", ".join(f"{prefix}*" for prefix in folder.family.beyond_trunk(folder.fields))
+    logging.info("Not part of the policy, kept for export: %d tensors %s (%.1f MiB).", len(beyond), prefixes, size)
+
+
+def load_leaves(
+  folder: HFFolder, table: dict[str, Tensor], specs: Specs, mesh: Mesh | None, rules: AxisRules = DEFAULT_RULES
+) -> Params:
+  """Reads every parameter that `specs` declares. Nothing is checked."""
+  if mesh is None:
+    single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shardings = jax.tree.map(lambda _: single, specs)
+  else:
+    shardings = param_shardings(specs, mesh, rules)
+  load = lambda path, spec, sharding: load_leaf(folder, table[path_name(path)], spec, sharding)
+  return jax.tree_util.tree_map_with_path(load, specs, shardings)
+
+
+def load_leaf(folder: HFFolder, tensor: Tensor, spec: ParamSpec, sharding: Sharding) -> jax.Array:
+  """One parameter, stacked from its tensors shard by shard; each range of bytes is read once for all its replicas."""
+  shape, stacked, dtype = spec.shape, tensor.num_stacked, jnp.dtype(spec.dtype)
+  replicas: dict[Bounds, list[Any]] = {}
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
+    bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+    replicas.setdefault(bounds, []).append(device)
+  shards = []
+  for bounds, devices in replicas.items():
+    shard_shape = tuple(stop - start for start, stop in bounds)
+    stored = _stored_bounds(bounds[stacked:], shape[stacked:], tensor.inputs)
+    buffers = [jnp.zeros(shard_shape, dtype, device=device) for device in devices]
+    for position in itertools.product(*(range(*part) for part in bounds[:stacked])):
+      local = np.asarray([at - start for at, (start, _) in zip(position, bounds)], np.int32)
+      buffers = _write_piece(folder, tensor, tensor.name_at(position), stored, buffers, local)
+    shards += buffers
+  return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _write_piece(
+  folder: HFFolder, tensor: Tensor, name: str, bounds: Bounds, buffers: list[jax.Array], position: np.ndarray
+) -> list[jax.Array]:
+  """Reads part of a tensor and writes it into every replica; when this returns, host memory no longer holds it."""
+  where = [jax.device_put(position, buffer.sharding) for buffer in buffers]  # jax lets go of old pieces in such a call
+  piece, scales = _read_piece(folder, name, bounds)
+  offsets = tuple(start % FP8_BLOCK for start, _ in bounds)
+  written = []
+  for buffer, at in zip(buffers, where, strict=True):
+    item = jax.device_put(piece, buffer.sharding, may_alias=False)  # a copy: a CPU device would hold on to the piece
+    if scales is not None:
+      item = dequantize(item, jax.device_put(scales, buffer.sharding), offsets)
+    written.append(_write(buffer, item, at, tensor.inputs is None))
+  return jax.block_until_ready(written)
+
+
+def _read_piece(folder: HFFolder, name: str, bounds: Bounds) -> tuple[np.ndarray, np.ndarray | None]:
+  """Part of a tensor and, of an FP8 one, the scales of the blocks that the part touches."""
+  piece = folder.read(name, bounds)
+  if folder.tensors[name].dtype != "F8_E4M3":
+    return piece, None
+  blocks = tuple((start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in bounds)
+  return piece, folder.read(name + SCALE, blocks)
+
+
+def _stored_bounds(bounds: Bounds, shape: tuple[int, ...], inputs: int | None) -> Bounds:
+  """Which rows and columns of [outputs, inputs] are the given part of [*inputs, *outputs]."""
+  if inputs is None:
+    return bounds
+  parts = (_flat_bounds(bounds[inputs:], shape[inputs:]), _flat_bounds(bounds[:inputs], shape[:inputs]))
+  return parts if inputs else parts[:1]
+
+
+def _flat_bounds(bounds: Bounds, shape: tuple[int, ...]) -> tuple[int, int]:
+  """The same part of the flattened axes; only the first of them may be split."""
+  if any(part != (0, size) for part, size in zip(bounds[1:], shape[1:])):
+    raise ValueError(f"{bounds} of {shape} is not one range of the flattened axes")
+  inner = math.prod(shape[1:])
+  return (bounds[0][0] * inner, bounds[0][1] * inner) if bounds else (0, 1)
+
+
+@functools.partial(jax.jit, static_argnames="same_order", donate_argnames="buffer")
+def _write(buffer: jax.Array, piece: jax.Array, position: jax.Array, same_order: bool) -> jax.Array:
+  """`buffer` with the entry at `position` of its stacked axes replaced by a stored piece."""
+  item = piece if same_order else piece.T
+  stacked = position.shape[0]
+  item = item.reshape((1,) * stacked + buffer.shape[stacked:]).astype(buffer.dtype)
+  start = [position[i] for i in range(stacked)] + [0] * (buffer.ndim - stacked)
+  return jax.lax.dynamic_update_slice(buffer, item, start)
+
+
+@functools.partial(jax.jit, static_argnames="offsets")
+def dequantize(
+  piece: Float[Array, "rows columns"], scales: Float[Array, "row_blocks column_blocks"], offsets: tuple[int, ...]
+) -> Float[Array, "rows columns"]:
+  """Stored value · scale of its block of 128 x 128, fp32; `offsets`: where in their first block the piece begins."""
+  rows, columns = (
+    (offset + jnp.arange(size, dtype=jnp.int32)) // FP8_BLOCK for offset, size in zip(offsets, piece.shape, strict=True)
+  )
+  return piece.astype(jnp.float32) * scales.astype(jnp.float32)[rows][:, columns]
+
+
+def _check_architecture(folder: HFFolder, wanted: str) -> None:
+  found = folder.fields.get("architectures") or [wanted]
+  if found != [wanted]:
+    raise ConfigError("config.json architectures", f"{folder.path} is a {found}, not a {wanted}.", "Name another one.")
+
+
+def _same_data(folder: HFFolder, name: str, other: str) -> bool:
+  first, second = folder.tensors[name], folder.tensors.get(other)
+  if second is None or (first.dtype, first.shape) != (second.dtype, second.shape):
+    return False
+  return all(a == b for a, b in zip(first.read_bytes(), second.read_bytes(), strict=True))

@@ -1,0 +1,88 @@
+"""How a rollout ends, and the errors of the rollout room.
+
+Every submitted rollout has exactly one place (in flight, buffered, in training) or one `Outcome`; an environment's
+failure or bad evidence is an outcome with a named reason, never a reward of 0. Everything else stops the run.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from sao_jax.episode import EnvironmentFailure, GraderFailure, InfrastructureFailure
+from sao_jax.errors import ConfigError
+
+
+class Outcome(enum.Enum):
+  """What became of a rollout."""
+
+  TRAINED = "trained"
+  MASKED = "masked"  # handed to the train step, but some of its tokens (over age), or all (cut), left out of the losses
+  FILTERED = "filtered"  # its evidence (ids, log-probs, versions, reward) was bad
+  FAILED_INFRASTRUCTURE = "failed_infrastructure"  # sandbox, server, grader, time-out
+  FAILED_ENVIRONMENT = "failed_environment"  # the environment broke its contract or raised something unknown
+  DROPPED_STALE = "dropped_stale"  # older than the staleness bound when it was wanted
+  ABORTED = "aborted"  # cut by the loop itself, when it stopped
+
+
+class EnvironmentTimeout(InfrastructureFailure):
+  """A call to the environment took longer than `rollout.environment_timeout`."""
+
+
+class UnexpectedFailure(EnvironmentFailure):
+  """An environment raised an exception that the contract does not know: discarded and logged as an error."""
+
+
+class BadEvidence(Exception):
+  """A trajectory cannot be trained on.
+
+  Attributes:
+    reason: a short fixed name, under which it is counted.
+  """
+
+  def __init__(self, reason: str, detail: str):
+    self.reason = reason
+    super().__init__(f"{reason}: {detail}")
+
+
+class PromptTooLong(ConfigError):
+  """A prompt leaves no room for a single sampled token: the configuration is wrong, so the run stops."""
+
+  def __init__(self, prompt_length: int, context_length: int, name: str):
+    super().__init__(
+      "sampler.context_length",
+      f"prompt {name} has {prompt_length} tokens, which leaves no room to answer in a context of {context_length}",
+      f"set sampler.context_length above {prompt_length} (and rollout.row_lengths with it), or choose shorter prompts",
+    )
+
+
+class EnvironmentDown(RuntimeError):
+  """`rollout.max_consecutive_failures` rollouts of one environment failed in a row; the last failure is the cause."""
+
+  def __init__(self, environment: str, failures: int, last: BaseException):
+    super().__init__(f"environment {environment!r}: {failures} rollouts failed in a row, the last one with: {last}")
+    self.__cause__ = last
+
+
+class PromptsExhausted(RuntimeError):
+  """The prompt iterator has ended and the rollouts left do not fill a batch."""
+
+
+class LoopStopped(RuntimeError):
+  """A batch was asked of a rollout loop that has been stopped."""
+
+
+class RolloutSilent(RuntimeError):
+  """Rollouts are in flight, yet nothing has happened for `training.watchdog_seconds`."""
+
+
+def outcome_of(failure: EnvironmentFailure) -> Outcome:
+  """Infrastructure and graders fail by themselves; anything else is the environment's own fault."""
+  if isinstance(failure, InfrastructureFailure | GraderFailure):
+    return Outcome.FAILED_INFRASTRUCTURE
+  return Outcome.FAILED_ENVIRONMENT
+
+
+def reason_of(failure: EnvironmentFailure) -> str:
+  """A short name to count the failure under: its type, with the type of its cause."""
+  cause = failure.__cause__
+  return type(failure).__name__ + (f"({type(cause).__name__})" if cause is not None else "")

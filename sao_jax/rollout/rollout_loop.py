@@ -1,0 +1,353 @@
+"""The asynchronous rollout loop: a thread with an asyncio event loop that keeps as many episodes under way as allowed.
+
+        prompts -> admission -> episode (environment <-> sampler) -> buffer.put ... buffer.take -> train step
+                       ^                                                                             |
+                       +---------------------- on_version(v): step done, weights published ----------+
+
+An episode that ends frees its place at once; nothing waits for a group or for the slowest rollout. A failure costs one
+rollout. An exception that is not a rollout's own affair stops the loop and reaches the trainer as itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sao_jax.config import RolloutConfig
+from sao_jax.environments.base import Environment
+from sao_jax.episode import EnvironmentFailure, Trajectory
+from sao_jax.rollout.admission import Place, check_identity
+from sao_jax.rollout.buffer import TrajectoryBuffer
+from sao_jax.rollout.intake import PromptStream, Rollout, RolloutIntake
+from sao_jax.rollout.lockstep import LockStep
+from sao_jax.rollout.outcomes import (
+  BadEvidence,
+  EnvironmentDown,
+  LoopStopped,
+  Outcome,
+  PromptsExhausted,
+  RolloutSilent,
+  UnexpectedFailure,
+  outcome_of,
+  reason_of,
+)
+from sao_jax.rollout.run_episode import EpisodeLimits
+from sao_jax.rollout.runner import EpisodeRunner, Sampler
+from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
+from sao_jax.rollout.watchdog import Progress, Watchdog, describe_tasks, describe_thread
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT = 0.05  # seconds between two looks of the event loop at the clock
+SETTLE_POLL = 0.5  # seconds between two looks at errors while the trainer waits for calm
+
+
+class _Snapshot(NamedTuple):
+  """The state of a loop at one instant, not yet copied."""
+
+  intake: dict[str, Any]
+  buffer: dict[str, Any]
+  trajectories: list[Trajectory]
+
+
+class RolloutLoop:
+  """Runs episodes in its own thread, from `start` to `stop`; its other methods belong to the trainer's thread.
+
+  Attributes:
+    error: the exception that stopped the loop, or None.
+    buffer: where finished trajectories go; the trainer takes them from there.
+  """
+
+  def __init__(
+    self,
+    make_environment: Callable[[], Environment],
+    prompts: PromptStream,
+    sampler: Sampler,
+    buffer: TrajectoryBuffer,
+    config: RolloutConfig,
+    *,
+    context_length: int,
+    vocab_size: int,
+    max_in_flight: int,
+    temperature: float = 1.0,
+    watchdog_seconds: float = 600.0,
+  ):
+    """Args:
+    make_environment: a fresh environment for one episode.
+    prompts: where prompts come from; they may end.
+    sampler: generates actions; its exceptions stop the run.
+    buffer: takes finished trajectories, and knows the admission control.
+    config: turn and token limits, time-outs, retries.
+    context_length: tokens of prompt + actions + observations.
+    vocab_size: token ids lie below it.
+    max_in_flight: episodes at the same time, usually the sampler's slots; admission may allow fewer.
+    temperature: of sampling.
+    watchdog_seconds: silence with rollouts in flight, after which the run stops.
+    """
+    self.error: BaseException | None = None
+    self.buffer = buffer
+    self._admission = buffer.admission
+    self._lockstep = LockStep(sampler) if config.deterministic else None
+    self._settled = 0  # trajectories in the buffer at the last calm, less those taken since
+    self._boundary: _Snapshot | None = None  # deterministic runs are saved as they were at the last version
+    self._sampler, self._max_in_flight = self._lockstep or sampler, max_in_flight
+    self._max_consecutive_failures = config.max_consecutive_failures
+    limits = EpisodeLimits.of(config, context_length=context_length, vocab_size=vocab_size)
+    self._progress = Progress()
+    self._runner = EpisodeRunner(
+      make_environment,
+      self._sampler,
+      limits,
+      temperature=temperature,
+      timeout=config.environment_timeout,
+      retries=config.environment_retries,
+      on_activity=self._progress.beat,
+      on_retry=self._count_retry,
+    )
+    self._intake = RolloutIntake(prompts, self._admission)
+    self._consecutive_failures: collections.Counter[str] = collections.Counter()
+    self._tasks: set[asyncio.Task] = set()
+    self._event_loop_gap = 0.0
+    self._stopping = False
+    self._event_loop: asyncio.AbstractEventLoop | None = None
+    self._thread = threading.Thread(target=self._run_thread, name="rollout", daemon=True)
+    self._watchdog_seconds = watchdog_seconds
+    self._watchdog = Watchdog(self._look, self._fail)
+
+  def start(self) -> None:
+    """Starts rolling out."""
+    if self._lockstep is not None:
+      self._boundary = self._snapshot()
+    self._progress.beat()
+    self._thread.start()
+    self._watchdog.start()
+
+  def stop(self, timeout: float = 10.0) -> None:
+    """Aborts what is in flight and ends the thread; a state taken afterwards still has it, to be rolled out again.
+
+    A thread that an environment blocks for longer than `timeout` seconds is left behind, and logged.
+    """
+    self._stopping = True
+    self.buffer.end(LoopStopped("the rollout loop was stopped"))
+    self._wake()
+    self._watchdog.stop()
+    if self._thread.ident is not None and threading.current_thread() is not self._thread:
+      self._thread.join(timeout)
+      if self._thread.is_alive():
+        log.error("the rollout thread did not end within %s s:\n%s", timeout, describe_thread(self._thread))
+
+  def check(self) -> None:
+    """Raises the exception that stopped the loop, or the sampler, as itself."""
+    for error in (self.error, getattr(self._sampler, "error", None)):
+      if error is not None:
+        raise error
+
+  def on_version(self, version: int) -> None:
+    """Tells that `version` is published; the oldest batch in training, if there is one, is thereby trained on."""
+    with self._admission.lock:
+      if self._admission.count(Place.IN_TRAINING):
+        self.buffer.batch_done(version)
+      else:
+        self.buffer.set_version(version)
+      if self._lockstep is not None:  # nothing is in flight, and under the lock nothing can start
+        self._boundary = self._snapshot()
+    self._wake()
+
+  def take(self, batch_size: int, version: int, timeout: float | None = None) -> Any:
+    """`TrajectoryBuffer.take`; in a deterministic run of what was there at the last calm, see `settle`."""
+    if self._lockstep is not None and self._settled < batch_size:
+      self.settle(timeout)
+    batch = self.buffer.take(batch_size, version, timeout)
+    self._settled -= batch_size
+    return batch
+
+  def settle(self, timeout: float | None = None) -> None:
+    """Waits until every rollout that may be under way has ended: the calm between two versions of a deterministic run.
+
+    What is buffered then is put in the order of rollout ids: timing has left no trace.
+
+    Raises:
+      TimeoutError: not within `timeout` seconds.
+      Exception: what stopped the loop, as itself.
+    """
+    idle = lambda: (
+      not self._admission.count(Place.IN_FLIGHT) and (self._admission.capacity < 1 or self._intake.exhausted)
+    )
+    calm = False
+    while not calm:
+      began = time.monotonic()
+      calm = self.buffer.wait_for(lambda: self.error is not None or idle(), timeout or SETTLE_POLL)
+      with self._admission.lock:
+        self.buffer.statistics.add("trainer_wait_seconds", time.monotonic() - began)
+      self.check()
+      if not calm and timeout is not None:
+        raise TimeoutError(f"rollouts are under way after {timeout} s: {self._admission.counters()}")
+    self.buffer.sort()
+    self._settled = len(self.buffer)
+
+  def stats(self) -> dict[str, Any]:
+    """Counters by place, outcome and reason, statistics of the run, the largest event-loop gap since the last call.
+
+    Checks the identity of the counters.
+    """
+    with self._admission.lock:
+      counters = self._admission.counters()
+      check_identity(counters)
+      summary = self.buffer.statistics.summary()
+      gap, self._event_loop_gap = self._event_loop_gap, 0.0
+    return {**counters, **summary, "max_event_loop_gap": gap, "capacity": self._admission.capacity}
+
+  def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns (JSON, numpy arrays): everything needed to go on, taken at one instant.
+
+    What is in flight, or was when the loop stopped, is saved as prompts, to be rolled out again under the same rollout
+    ids; what is in training is saved as buffered. So it belongs with the parameters of the last version that
+    `on_version` was told. A deterministic run is saved as it was at that moment, with nothing in flight.
+    """
+    with self._admission.lock:
+      snapshot = self._boundary or self._snapshot()
+    # Outside the lock: copying a large buffer must not hold up the event loop.
+    records, arrays = trajectories_to_state(snapshot.trajectories)
+    return {"intake": snapshot.intake, "buffer": snapshot.buffer, "trajectories": records}, arrays
+
+  def load_state_dict(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Goes on from a saved state; call it before `start`."""
+    with self._admission.lock:
+      self._intake.load_state_dict(state["intake"])
+      self.buffer.restore(state["buffer"], trajectories_from_state(state["trajectories"], arrays))
+      self._settled = len(self.buffer)
+
+  def _snapshot(self) -> _Snapshot:
+    """Under the lock; cheap."""
+    return _Snapshot(self._intake.state_dict(), *self.buffer.snapshot())
+
+  # The rest runs in the loop's thread, except where it says otherwise.
+
+  def _run_thread(self) -> None:
+    # Not asyncio.run, which at the end would wait for tasks and executor threads that hang.
+    event_loop = asyncio.new_event_loop()
+    try:
+      event_loop.run_until_complete(self._main())
+    except BaseException as error:  # SystemExit in a task gets past _main
+      self._fail(error)
+    finally:
+      event_loop.close()
+
+  async def _main(self) -> None:
+    self._awake = asyncio.Event()
+    self._event_loop = asyncio.get_running_loop()
+    self._admission.on_capacity = self._wake
+    heartbeat = asyncio.create_task(self._heartbeat())
+    try:
+      while not self._stopping and self.error is None:
+        self._awake.clear()
+        self._start_rollouts()
+        await self._awake.wait()
+    except BaseException as error:  # whatever it is, it must reach the main loop
+      self._fail(error)
+    finally:
+      self._admission.on_capacity = lambda: None
+      for task in {heartbeat, *self._tasks}:
+        task.cancel()
+      await asyncio.wait({heartbeat, *self._tasks}, timeout=5.0)
+      # Environments that are being closed, and calls that were given up; some of them may never end.
+      if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(rest, timeout=1.0)
+
+  async def _heartbeat(self) -> None:
+    while True:
+      began = time.monotonic()
+      await asyncio.sleep(HEARTBEAT)
+      self._event_loop_gap = max(self._event_loop_gap, time.monotonic() - began - HEARTBEAT)
+
+  def _start_rollouts(self) -> None:
+    while len(self._tasks) < self._max_in_flight:
+      with self._admission.lock:
+        rollout = self._intake.next()
+      if rollout is None:
+        break
+      task = asyncio.create_task(self._run(rollout), name=f"rollout {rollout.rollout_id}")
+      self._tasks.add(task)
+      task.add_done_callback(self._reap)
+      if self._lockstep is not None:
+        self._lockstep.enter()
+    with self._admission.lock:
+      self.buffer.statistics.occupy(len(self._tasks), self._max_in_flight)
+    if self._intake.exhausted and not self._tasks:
+      self.buffer.end(PromptsExhausted("the prompts have ended, and what is left does not fill a batch"))
+
+  async def _run(self, rollout: Rollout) -> None:
+    """One rollout, into the buffer or to its outcome; when it raises or is cancelled instead, it is aborted."""
+    name = rollout.prompt.key.environment
+    try:
+      trajectory = await self._runner.run(rollout)
+      with self._admission.lock:
+        self.buffer.put(trajectory)
+        self._intake.finished(rollout)
+      self._consecutive_failures[name] = 0
+    except EnvironmentFailure as failure:
+      level = logging.ERROR if isinstance(failure, UnexpectedFailure) else logging.WARNING
+      log.log(level, "rollout %d is dropped: %s", rollout.rollout_id, failure, exc_info=level == logging.ERROR)
+      self._settle(rollout, outcome_of(failure), reason_of(failure), failure)
+    except BadEvidence as problem:
+      log.warning("rollout %d is filtered: %s", rollout.rollout_id, problem)
+      self._settle(rollout, Outcome.FILTERED, problem.reason, problem)
+    self._progress.beat()
+
+  def _reap(self, task: asyncio.Task) -> None:
+    self._tasks.discard(task)
+    if task.cancelled() or task.exception() is not None:
+      self._admission.settle(Place.IN_FLIGHT, Outcome.ABORTED)
+      if not task.cancelled():
+        self._fail(task.exception())
+      elif not self._stopping and self.error is None:
+        self._fail(RuntimeError(f"{task.get_name()} was cancelled from outside the loop"))
+    if self._lockstep is not None and not self._stopping and self.error is None:
+      self._start_rollouts()  # what takes its place must be there before the next round begins
+      self._lockstep.leave()
+    self._awake.set()
+
+  def _settle(self, rollout: Rollout, outcome: Outcome, reason: str, problem: Exception) -> None:
+    name = rollout.prompt.key.environment
+    with self._admission.lock:
+      self._intake.finished(rollout)
+      self._admission.settle(Place.IN_FLIGHT, outcome, reason)
+    self._consecutive_failures[name] += 1
+    if self._consecutive_failures[name] >= self._max_consecutive_failures:
+      self._fail(EnvironmentDown(name, self._consecutive_failures[name], problem))
+
+  def _count_retry(self) -> None:
+    with self._admission.lock:
+      self.buffer.statistics.add("retries")
+
+  def _wake(self) -> None:
+    """Lets the loop look again; from any thread."""
+    if self._event_loop is not None:
+      with contextlib.suppress(RuntimeError):  # it has been closed: nobody is left to wake
+        self._event_loop.call_soon_threadsafe(self._awake.set)
+
+  def _fail(self, error: BaseException) -> None:
+    """Stops the loop and tells the trainer; from any thread. The first error stays."""
+    with self._admission.lock:
+      self.error = error if self.error is None else self.error
+    self.buffer.fail(self.error)
+    self._wake()
+
+  def _look(self) -> None:
+    """What the watchdog looks at, in its own thread."""
+    self.check()
+    if not self._admission.count(Place.IN_FLIGHT):
+      self._progress.beat()
+    elif self._progress.silence > self._watchdog_seconds:
+      raise RolloutSilent(
+        f"nothing has happened for {self._progress.silence:.0f} s\n{self._admission.counters()}\n"
+        f"{describe_tasks(asyncio.all_tasks(self._event_loop))}\nrollout thread:\n{describe_thread(self._thread)}"
+      )

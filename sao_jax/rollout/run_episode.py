@@ -1,0 +1,233 @@
+"""The episode driver: one prompt to one trajectory, through an environment and a sampler that it only calls.
+
+Both are arguments and speak token ids, so neither has to live in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import numbers
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import numpy as np
+
+from sao_jax.config import RolloutConfig
+from sao_jax.environments.base import Environment, StepResult, check_step_result, check_token_ids
+from sao_jax.episode import EnvironmentFailure, InfrastructureFailure, Prompt, Status, Trajectory
+from sao_jax.rewards.scalar import check_reward
+from sao_jax.rollout.builder import TrajectoryBuilder
+from sao_jax.rollout.evidence import check_completion, check_routed_experts
+from sao_jax.rollout.outcomes import EnvironmentTimeout, PromptTooLong, UnexpectedFailure
+from sao_jax.sampler.requests import Completion, GenerateRequest
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeLimits:
+  """What cuts an episode; all but `max_turns` in tokens.
+
+  Attributes:
+    max_turns: actions per episode.
+    max_tokens: sampled tokens per episode.
+    max_tokens_per_turn: sampled tokens per action.
+    context_length: prompt + actions + observations, of one segment.
+    trajectory_length: of all segments of an episode together, which are trained in one row.
+    vocab_size: an environment's ids must lie below it.
+  """
+
+  max_turns: int
+  max_tokens: int
+  max_tokens_per_turn: int
+  context_length: int
+  trajectory_length: int
+  vocab_size: int
+
+  @classmethod
+  def of(cls, config: RolloutConfig, *, context_length: int, vocab_size: int) -> EpisodeLimits:
+    """The limits that a rollout configuration sets, in a context of `context_length` tokens."""
+    row_length = max(config.row_lengths)
+    return cls(config.max_turns, config.max_tokens, config.max_tokens_per_turn, context_length, row_length, vocab_size)
+
+  def room(self, builder: TrajectoryBuilder, context_length: int | None = None) -> int:
+    """Tokens that still fit, by default behind the segment under way."""
+    context = builder.context_length if context_length is None else context_length
+    return min(self.context_length - context, self.trajectory_length - len(builder))
+
+  def turn_cap(self, builder: TrajectoryBuilder) -> int:
+    """Tokens that the next action may have: whatever is least of turn cap, budget left and context left."""
+    return min(self.max_tokens_per_turn, self.max_tokens - builder.num_sampled, self.room(builder))
+
+  def status_of_cut_action(self, builder: TrajectoryBuilder, cap: int) -> Status:
+    """Why an action ended without a stop token: context, unless the turn's cap or the budget was as tight."""
+    tight = cap == self.max_tokens_per_turn or builder.num_sampled >= self.max_tokens
+    full = self.room(builder) <= 0
+    return Status.TRUNCATED_CONTEXT if full and not tight else Status.TRUNCATED_LENGTH
+
+  def status_before_next_turn(self, builder: TrajectoryBuilder, result: StepResult) -> Status | None:
+    """Why no further action fits behind the observation, or None when one does."""
+    if builder.num_turns >= self.max_turns:
+      return Status.TRUNCATED_TURNS
+    if builder.num_sampled >= self.max_tokens:
+      return Status.TRUNCATED_LENGTH
+    if len(result.observation) >= self.room(builder, 0 if result.new_context else None):
+      return Status.TRUNCATED_CONTEXT
+    return None
+
+
+async def run_episode(
+  environment: Environment,
+  prompt: Prompt,
+  generate: Callable[[GenerateRequest], Awaitable[Completion]],
+  rollout_id: int,
+  limits: EpisodeLimits,
+  *,
+  session_id: int,
+  temperature: float = 1.0,
+  timeout: float = 30.0,
+) -> Trajectory:
+  """Runs one episode.
+
+  An episode that is cut (budget, turns, context) is graded by `environment.on_truncated` and returned like any other.
+  `info` of the result holds "latency" and "environment_seconds" (seconds), and the numbers of the last step's info.
+
+  Args:
+    environment: used for this episode only; the caller closes it.
+    prompt: the task.
+    generate: awaitable sampling of one action; its exceptions pass through unchanged.
+    rollout_id: number of the rollout.
+    limits: what cuts the episode.
+    session_id: the sampler's session; the caller opens and releases it.
+    temperature: sampling temperature.
+    timeout: seconds for one call of the environment.
+
+  Raises:
+    EnvironmentFailure: the environment failed, timed out or returned garbage.
+    BadEvidence: the sampler returned an action that cannot be trained on.
+    PromptTooLong: no token fits behind the prompt.
+  """
+  began = time.monotonic()
+  caller = _EnvironmentCaller(environment, timeout, limits.vocab_size)
+  prompt_ids = await caller.reset(prompt)
+  if len(prompt_ids) >= limits.context_length:
+    raise PromptTooLong(len(prompt_ids), limits.context_length, str(tuple(prompt.key)))
+  builder = TrajectoryBuilder(prompt.key, rollout_id)
+  builder.append_prompt(prompt_ids)
+  info: dict[str, float] = {}
+  new_ids, new_context, reward, status = prompt_ids, False, None, None
+  while status is None:
+    cap = limits.turn_cap(builder)
+    stop_ids = tuple(environment.stop_ids)
+    request = GenerateRequest(
+      session_id=session_id,
+      rollout_id=rollout_id,
+      new_token_ids=new_ids,
+      max_tokens=cap,
+      stop_ids=stop_ids,
+      temperature=temperature,
+      keep_slot=builder.num_turns + 1 < limits.max_turns,
+      new_context=new_context,
+    )
+    completion = await generate(request)
+    action_ids, logprobs, versions = check_completion(completion, cap, stop_ids)
+    num_read = builder.num_unrouted + len(action_ids) - 1
+    routed_experts = check_routed_experts(completion.routed_experts, num_read, builder.routed_shape)
+    builder.append_action(action_ids, logprobs, versions, routed_experts)
+    if completion.finish_reason != "stop":
+      status = limits.status_of_cut_action(builder, cap)
+      break
+    result = await caller.step(action_ids)
+    info |= result.info
+    new_ids, new_context = result.observation, result.new_context
+    if result.done:
+      status, reward = Status.TERMINATED, result.reward
+    else:
+      status = limits.status_before_next_turn(builder, result)
+    if status is None and new_context:
+      builder.append_prompt(new_ids)
+    elif status is None or (result.done and len(new_ids) <= limits.room(builder)):
+      builder.append_observation(new_ids)
+  if reward is None:
+    reward = await caller.on_truncated(status)
+  info |= {"latency": time.monotonic() - began, "environment_seconds": caller.seconds}
+  return builder.build(reward, status, info)
+
+
+class _EnvironmentCaller:
+  """Calls an environment with a time-out, and turns whatever goes wrong into an `EnvironmentFailure`."""
+
+  def __init__(self, environment: Environment, timeout: float, vocab_size: int):
+    self._environment, self._timeout, self._vocab_size = environment, timeout, vocab_size
+    self._name = environment.name
+    self.seconds = 0.0
+
+  async def reset(self, prompt: Prompt) -> np.ndarray:
+    # Nothing has been sampled yet, so a fresh instance may try again, whatever hung.
+    ids = await self._call("reset", lambda: self._environment.reset(prompt), retryable=True)
+    ids = check_token_ids(ids, environment=self._name, vocab_size=self._vocab_size, what="the prompt")
+    if not len(ids):
+      raise EnvironmentFailure(self._name, "the prompt is empty")
+    return ids
+
+  async def step(self, action_ids: np.ndarray) -> StepResult:
+    # A copy: what an environment does to its argument must not reach the trajectory.
+    result = await self._call("step", lambda: self._environment.step(action_ids.copy()))
+    result = check_step_result(result, environment=self._name, vocab_size=self._vocab_size)
+    info = result.info
+    if not isinstance(info, dict) or not all(isinstance(value, numbers.Real) for value in info.values()):
+      raise EnvironmentFailure(self._name, f"info must map names to numbers, got {info!r:.80}")
+    return result
+
+  async def on_truncated(self, status: Status) -> float:
+    return check_reward(await self._call("on_truncated", lambda: self._environment.on_truncated(status)), self._name)
+
+  async def _call(self, method: str, call: Callable[[], Awaitable[T]], *, retryable: bool = False) -> T:
+    began = time.monotonic()
+    try:
+      return await within(self._timeout, call())
+    except EnvironmentFailure:
+      raise
+    except TimeoutWithin:
+      problem = f"{method} took longer than {self._timeout} s"
+      raise EnvironmentTimeout(self._name, problem, retryable=retryable) from None
+    except OSError as error:  # connections, pipes, files, processes
+      raise InfrastructureFailure(self._name, f"{method} raised {type(error).__name__}: {error}") from error
+    except Exception as error:
+      raise UnexpectedFailure(self._name, f"{method} raised {type(error).__name__}: {error}") from error
+    finally:
+      self.seconds += time.monotonic() - began
+
+
+class TimeoutWithin(Exception):
+  """`within` gave up; a type of its own, because a TimeoutError may come from inside the awaited call."""
+
+
+async def within(seconds: float, awaitable: Awaitable[T]) -> T:
+  """Awaits for at most `seconds`, then cancels it and goes on even if it does not obey (asyncio.wait_for would wait).
+
+  Raises:
+    TimeoutWithin: when the time is over.
+  """
+  task = asyncio.create_task(_contained(awaitable), name=f"{asyncio.current_task().get_name()}, call")
+  try:
+    done, _ = await asyncio.wait({task}, timeout=seconds)
+    if not done:
+      raise TimeoutWithin
+    if task.cancelled():  # by itself; from here on it would look like a cancellation of the caller
+      raise RuntimeError("the call cancelled itself")
+    return task.result()
+  finally:
+    if not task.done():
+      task.cancel()
+      task.add_done_callback(lambda task: task.cancelled() or task.exception())  # what it raises later has no reader
+
+
+async def _contained(awaitable: Awaitable[T]) -> T:
+  """Awaits; an attempt to leave the interpreter, which would end the event loop, becomes an ordinary error."""
+  try:
+    return await awaitable
+  except (KeyboardInterrupt, SystemExit) as error:
+    raise RuntimeError(f"the call tried to leave the interpreter with {error!r}") from error

@@ -1,0 +1,295 @@
+"""Every configuration that cannot work is refused before any work, naming the field and the remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+
+import pytest
+from absl import logging
+from toys import training_toy
+
+from sao_jax.config import AlgorithmConfig, ModelConfig, RunConfig
+from sao_jax.configuration import bounds, config_tree
+from sao_jax.configuration.relations import RULES, validate
+from sao_jax.data.tokenizer import ByteTokenizer
+from sao_jax.errors import ConfigError
+from sao_jax.evaluation.fixed_policy import check_prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class Toy:
+  name: str = "toy"
+  vocab_size: int = 272
+
+  def tokenizer(self):
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size = self.vocab_size
+    return tokenizer
+
+  def make(self, tokenizer):
+    raise AssertionError("validation makes no environment")
+
+  def prompts(self, tokenizer, split, seed):
+    raise AssertionError("validation reads no prompts")
+
+
+@dataclasses.dataclass
+class Unfrozen:
+  name: str = "toy"
+
+
+@dataclasses.dataclass(frozen=True)
+class Incomplete:
+  name: str = "toy"
+
+
+VALID = RunConfig(environment=Toy())
+
+
+def refused(overrides: dict, *, training: bool = True) -> ConfigError:
+  config = config_tree.replace(VALID, overrides)
+  with pytest.raises(ConfigError) as error:
+    validate(config, training=training)
+  return error.value
+
+
+def test_the_defaults_are_valid():
+  validate(VALID, training=True)
+  validate(dataclasses.replace(VALID, model=ModelConfig(num_experts=8, d_ff_shared=64)), training=True)
+
+
+# A sigmoid router with groups, as it works.
+GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_groups": 4}
+
+
+@pytest.mark.parametrize(
+  "overrides, field, problem, remedy",
+  [
+    ({"environment.vocab_size": 300}, "model.vocab_size", "272 rows", "tokenizer's size"),
+    ({"model.num_heads": 3}, "model.num_heads", "3 heads", "multiple of model.num_kv_heads"),
+    ({"model.head_dim": 15}, "model.head_dim", "15 is odd", "even model.head_dim"),
+    ({"model.num_experts": 1}, "model.num_experts_per_token", "2 experts per token of 1", "raise model.num_experts"),
+    ({"model.num_dense_layers": 3}, "model.num_dense_layers", "3 dense layers of 2", "at most model.num_layers"),
+    ({"model.rotary_fraction": 0.2}, "model.rotary_fraction", "0.2 of 16 dimensions is an odd", "that is even"),
+    ({"model.routed_scaling": 2.0}, "model.router", "no scaling", "model.router=sigmoid"),
+    (GROUPED | {"model.num_expert_groups": 3}, "model.num_expert_groups", "8 experts do not split", "a multiple of"),
+    (GROUPED | {"model.num_expert_groups": 8}, "model.num_groups_per_token", "groups of 1 experts", "enough groups"),
+    (GROUPED | {"model.num_experts_per_token": 3}, "model.num_groups_per_token", "1 of 4 groups of 2", "enough groups"),
+    (GROUPED | {"model.num_groups_per_token": 5}, "model.num_groups_per_token", "5 of 4 groups", "at most all of them"),
+    ({"model.lora.targets": ("router",)}, "model.lora.targets", "there is no 'router'", "attention, mlp"),
+    ({"model.lora.rank": 4, "model.lora.targets": ()}, "model.lora.targets", "nothing to adapt", "attention, mlp"),
+    ({"algorithm.router_replay": True}, "algorithm.router_replay", "no layer with experts", "False"),
+    (
+      {"algorithm.router_replay": True, "model.num_experts": 2**15 + 1},
+      "algorithm.router_replay",
+      "32769 experts do not fit",
+      "False",
+    ),
+    (
+      {"algorithm.router_bias_update": 0.1, "model.num_experts": 8},
+      "algorithm.router_bias_update",
+      "no correction bias",
+      "model.router=sigmoid",
+    ),
+    ({"model.max_positions": 64}, "sampler.context_length", "meant for 64", "model.max_positions may be raised"),
+    ({"sampler.temperature": 0.0}, "sampler.temperature", "temperature 0", "above 0"),
+    ({"sampler.top_p": 0.8}, "sampler.top_p", "top_p=0.8", "sampler.top_p=1"),
+    ({"sampler.top_k": 40}, "sampler.top_k", "top_k=40", "sampler.top_k=0"),
+    ({"rollout.row_lengths": (64, 128)}, "rollout.row_lengths", "longest row has 128", "Add sampler.context_length"),
+    ({"algorithm.micro_batches": 3}, "rollout.row_counts", "32 rows do not divide into 3", "algorithm.micro_batches"),
+    ({"mesh.data": 16, "mesh.fsdp": 4}, "rollout.row_counts", "on 64 batch shards", "mesh.data"),
+    ({"rollout.row_counts": (32, 64)}, "rollout.row_counts", "hold 64 trajectories", "larger row count"),
+    ({"sft.batch_size": 256}, "rollout.row_counts", "a batch has 256", "sft.batch_size"),
+    ({"rollout.placement": "split"}, "rollout.sampler_devices", "0 of 8 local devices", "placement='shared'"),
+    (
+      {"rollout.placement": "split", "rollout.sampler_devices": 8},
+      "rollout.sampler_devices",
+      "8 of 8 local devices",
+      "at least one local device",
+    ),
+    ({"value_pretraining.max_steps": 10}, "value_pretraining.max_steps", "at least 50", "Raise value_pretraining"),
+    ({"rollout.environment_timeout": 600.0}, "training.watchdog_seconds", "until 600.0 s", "Raise training.watchdog"),
+  ],
+)
+def test_fields_that_contradict_each_other(overrides, field, problem, remedy):
+  error = refused(overrides)
+  assert error.field == field and problem in error.problem and remedy in error.remedy
+  assert field in str(error) and "remedy: " in str(error)
+
+
+@pytest.mark.parametrize(
+  "overrides",
+  [
+    {"sampler.temperature": 0.0},
+    {"sampler.top_p": 0.8},
+    {"sampler.top_k": 40},
+  ],
+)
+def test_evaluation_may_filter_and_be_greedy(overrides):
+  validate(config_tree.replace(VALID, overrides), training=False)
+
+
+@pytest.mark.parametrize(
+  "overrides",
+  [
+    {"sampler.temperature": 0.7},  # both sides use it
+    {"rollout.admission_staleness": 0, "rollout.max_staleness": 0},
+    {"rollout.max_staleness": -1},
+    {"rollout.placement": "split", "rollout.sampler_devices": 2},
+    {"algorithm.epsilon_low": 1.0},
+    {"sampler.prefill_buckets": (16,)},  # longer prompts are written in pieces
+    {"model.vocab_size": 512},
+  ],
+)
+def test_unusual_but_sound(overrides):
+  validate(config_tree.replace(VALID, overrides), training=True)
+
+
+@pytest.mark.parametrize("field", sorted(bounds.CHOICES))
+def test_a_misspelt_name_gets_the_nearest(field):
+  choices = bounds.CHOICES[field]
+  error = refused({field: choices[-1] + "x"})
+  assert error.field == field
+  assert f"Did you mean {choices[-1]!r}?" in error.remedy and all(repr(choice) in error.remedy for choice in choices)
+  for choice in choices:
+    if choice != "split":  # needs sampler_devices
+      validate(config_tree.replace(VALID, {field: choice}), training=True)
+
+
+@pytest.mark.parametrize("field", sorted(bounds.MINIMA))
+def test_whole_numbers_below_their_minimum(field):
+  minimum = bounds.MINIMA[field]
+  error = refused({field: minimum - 1})
+  assert error.field == field and str(minimum - 1) in error.problem and f"at least {minimum}" in error.remedy
+
+
+@pytest.mark.parametrize("field", sorted(bounds.INTERVALS))
+def test_numbers_outside_their_interval(field):
+  interval = bounds.INTERVALS[field]
+  low, high = (float(bound) for bound in interval[1:-1].split(","))
+  outside = [low - 0.1, math.nan, math.inf, *([low] if interval[0] == "(" else [])]
+  outside += [high + 0.1, *([high] if interval[-1] == ")" else [])] if high < math.inf else []
+  for value in outside:
+    error = refused({field: value})
+    assert error.field == field and interval in error.problem and interval in error.remedy
+
+
+@pytest.mark.parametrize("field", bounds.SIZES)
+def test_sizes(field):
+  for wrong in [(0, 256), (-1,), ()]:
+    error = refused({field: wrong})
+    assert error.field == field and "as in (64, 128)" in error.remedy
+
+
+# What the rooms that use them check: sao_jax.configuration.relations and sao_jax.sampler.buckets.
+ELSEWHERE = {
+  "model.indexer_types": ("full", "shared"),
+  "algorithm.epsilon_low": 1.3,
+  "algorithm.epsilon_high": 0.0,
+  "algorithm.gamma": 1.1,
+  "algorithm.alpha": 0.5,
+  "algorithm.critic_lambda": -0.1,
+  "algorithm.value_updates": 0,
+  "algorithm.value_clip": -1.0,
+  "algorithm.micro_batches": 0,
+  "sampler.num_slots": 0,
+  "sampler.context_length": 0,
+  "sampler.decode_steps": 0,
+  "sampler.decode_batch": 0,
+  "sampler.prefill_batch": 0,
+  "sampler.prefill_buckets": (),
+  "sampler.window_buckets": (0,),
+  "sampler.top_p": 0.0,
+}
+
+
+@pytest.mark.parametrize("field", sorted(ELSEWHERE))
+def test_the_checks_of_the_rooms_are_part_of_it(field):
+  error = refused({field: ELSEWHERE[field]})
+  assert error.field == field and error.problem and error.remedy
+
+
+@pytest.mark.parametrize(
+  "overrides, field",
+  [
+    ({"algorithm.value_head": "hl_gauss", "algorithm.value_bins": 1}, "algorithm.value_bins"),
+    ({"algorithm.value_head": "hl_gauss", "algorithm.value_min": 1.0}, "algorithm.value_max"),
+  ],
+)
+def test_the_classification_head(overrides, field):
+  assert refused(overrides).field == field
+
+
+def test_every_field_is_checked_or_free_on_purpose():
+  """A new field must be given its bounds, or be listed here."""
+  free = {"name", "environment.name", "environment.vocab_size", "model.checkpoint", "rollout.sampler_devices"}
+  free |= {"algorithm.value_bins", "algorithm.value_min", "algorithm.value_max", "sampler.top_k"}  # tested above
+  free.add("model.lora.targets")  # tested above
+  free |= {f"mesh.{axis}" for axis in ("data", "fsdp", "expert", "tensor", "context")}  # make_mesh, with the devices
+  known = {*ELSEWHERE, *bounds.CHOICES, *bounds.MINIMA, *bounds.INTERVALS, *bounds.SIZES}
+  fields = {path for path, value, _ in config_tree.leaves(VALID) if not isinstance(value, bool)}
+  assert fields - known == free
+  assert known <= fields
+  assert {rule.field for rule in RULES} <= {path for path, _, _ in config_tree.leaves(VALID)} | {"environment"}
+
+
+@pytest.mark.parametrize(
+  "config, field, problem",
+  [
+    (RunConfig(environment="calculator"), "environment", "a str is not"),
+    (RunConfig(environment=Toy), "environment", "a type is not"),
+    (RunConfig(environment=Unfrozen()), "environment", "a Unfrozen is not an instance of a frozen dataclass"),
+    (RunConfig(environment=Incomplete()), "environment", "Incomplete has no make, prompts, tokenizer"),
+    (
+      RunConfig(Toy(), algorithm=AlgorithmConfig(epsilon_low="0.3")),
+      "algorithm.epsilon_low",
+      "'0.3' (str), expected float",
+    ),
+    (
+      RunConfig(Toy(), algorithm=AlgorithmConfig(value_updates=2.0)),
+      "algorithm.value_updates",
+      "2.0 (float), expected int",
+    ),
+    (RunConfig(Toy(), model=None), "model", "None (NoneType), expected ModelConfig"),
+    (RunConfig(Toy(name=3)), "environment.name", "3 (int), expected str"),
+  ],
+)
+def test_values_of_the_wrong_type(config, field, problem):
+  with pytest.raises(ConfigError) as error:
+    validate(config, training=True)
+  assert error.value.field == field and problem in error.value.problem and error.value.remedy
+
+
+def test_a_prompt_that_fills_the_context():
+  """The toy's prompts have two tokens."""
+  config = training_toy.get_config()
+  check_prompts(training_toy.replace(config, sampler={"context_length": 3}))
+  with pytest.raises(ConfigError, match="has 2 tokens, which leaves no room") as error:
+    check_prompts(training_toy.replace(config, sampler={"context_length": 2}))
+  assert error.value.field == "sampler.context_length" and "above 2" in error.value.remedy
+
+
+def test_an_environment_that_fails_or_hangs_does_not_stop_the_check_of_prompts():
+  class Broken(training_toy.ParityEpisode):
+    async def reset(self, prompt):
+      if prompt.data["number"] % 2:
+        await asyncio.sleep(60)
+      raise OSError("no server")
+
+  @dataclasses.dataclass(frozen=True)
+  class Spec(training_toy.Parity):
+    make = staticmethod(lambda tokenizer: Broken())
+
+  config = dataclasses.replace(training_toy.get_config(), environment=Spec())
+  check_prompts(training_toy.replace(config, rollout={"environment_timeout": 0.01}))
+
+
+def test_dropping_tighter_than_admission_is_hinted_at(monkeypatch):
+  said = []
+  monkeypatch.setattr(logging, "warning", lambda message, *arguments: said.append(message % arguments))
+  validate(config_tree.replace(VALID, {"rollout.max_staleness": 2, "rollout.staleness": "mask"}), training=True)
+  assert not said
+  validate(config_tree.replace(VALID, {"rollout.max_staleness": 2}), training=True)
+  assert len(said) == 1 and "rollout.max_staleness=2" in said[0] and "'mask'" in said[0]

@@ -1,0 +1,153 @@
+"""Evaluation in the background: pinned to its version, while training goes on; interruptions and errors of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from toys import training_toy
+
+from sao_jax.evaluation import pinned
+from sao_jax.evaluation.heldout import evaluate
+from sao_jax.interrupt import Interrupt, Interrupted
+from sao_jax.learner import setup
+from sao_jax.report.metrics import read_metrics
+from sao_jax.training import loop, phases
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+
+
+def make_config(**training):
+  config = training_toy.replace(training_toy.get_config(), training={"audit": False, "steps": 4} | training)
+  return training_toy.replace(config, evaluation={"every": 2})
+
+
+def evaluated(workdir):
+  return {
+    line["policy_version"]: (line["step"], line["heldout_success"])
+    for line in read_metrics(workdir, "train")
+    if "heldout_success" in line
+  }
+
+
+def test_training_goes_on_while_a_version_is_evaluated(tmp_path, monkeypatch):
+  """Here the evaluation of version 0 ends only after a later version was trained: waiting for it would never end."""
+  trained = threading.Event()
+  compiled = loop.CompiledSteps.__call__
+
+  def step(self, state, rows, *, update_policy):
+    state, metrics = compiled(self, state, rows, update_policy=update_policy)
+    if int(state.policy_version) == 1:
+      trained.set()
+    return state, metrics
+
+  def patient(config, params, version, interrupt):
+    assert trained.wait(120)
+    return evaluate(config, params, version, interrupt)
+
+  monkeypatch.setattr(loop.CompiledSteps, "__call__", step)
+  monkeypatch.setattr(pinned, "evaluate", patient)
+  result = loop.train(make_config(checkpoint_every=10), tmp_path)
+  assert result.step == 5 and result.evaluation.policy_version == 4
+  found = evaluated(tmp_path)
+  assert [(version, step) for version, (step, _) in found.items()] == [(0, 0), (2, 3), (4, 5)]
+  for trajectory in result.evaluation.trajectories:
+    assert set(np.unique(trajectory.policy_version[trajectory.action_mask])) == {4}
+
+
+def test_an_interrupted_evaluation_is_begun_again(tmp_path, monkeypatch):
+  def interrupted(config, params, version, interrupt):
+    if version == 2:
+      interrupt._interrupt.requested = True
+      raise Interrupted("asked to stop")
+    return evaluate(config, params, version, interrupt)
+
+  monkeypatch.setattr(pinned, "evaluate", interrupted)
+  config = make_config(checkpoint_every=1)
+  first = loop.train(config, tmp_path)
+  assert first.interrupted and list(evaluated(tmp_path)) == [0]
+  monkeypatch.setattr(pinned, "evaluate", evaluate)
+  second = loop.train(config, tmp_path)
+  expected = [0, 2, 4] if first.step == 3 else [0, 4]  # it may have been noticed only after another step
+  assert not second.interrupted and list(evaluated(tmp_path)) == expected
+
+
+def test_an_error_of_an_evaluation_ends_the_run_as_itself(tmp_path, monkeypatch):
+  def broken(config, params, version, interrupt):
+    raise ZeroDivisionError("in the evaluation")
+
+  monkeypatch.setattr(pinned, "evaluate", broken)
+  with pytest.raises(ZeroDivisionError, match="in the evaluation"):
+    loop.train(make_config(), tmp_path)
+
+
+def test_what_was_trained_is_saved_when_an_evaluation_fails(tmp_path, monkeypatch):
+  def broken(config, params, version, interrupt):
+    if version == 4:
+      raise ZeroDivisionError("in the last evaluation")
+    return evaluate(config, params, version, interrupt)
+
+  monkeypatch.setattr(pinned, "evaluate", broken)
+  config = make_config(checkpoint_every=1000)
+  with pytest.raises(ZeroDivisionError, match="in the last evaluation"):
+    loop.train(config, tmp_path)
+  assert phases.latest_step(tmp_path / "train") == 5
+  monkeypatch.setattr(pinned, "evaluate", evaluate)
+  assert loop.train(config, tmp_path).step == 5
+  assert list(evaluated(tmp_path)) == [0, 2, 4]  # the one that was owed
+  before = read_metrics(tmp_path)
+  loop.train(config, tmp_path)
+  assert read_metrics(tmp_path) == before  # nothing is owed any more
+
+
+def test_an_interruption_while_training_waits_for_an_evaluation(tmp_path, monkeypatch):
+  """The evaluation of version 1 is still running when that of version 2 is due; then comes the signal."""
+
+  def slow(config, params, version, stop):
+    if version == 1:
+      threading.Timer(3.0, lambda: setattr(stop._interrupt, "requested", True)).start()
+      while not stop.requested:
+        time.sleep(0.01)
+      raise Interrupted("asked to stop")
+    return evaluate(config, params, version, stop)
+
+  monkeypatch.setattr(pinned, "evaluate", slow)
+  config = training_toy.replace(make_config(checkpoint_every=1000), evaluation={"every": 1})
+  first = loop.train(config, tmp_path)
+  assert first.interrupted and first.step == 3 and list(evaluated(tmp_path)) == [0]
+  monkeypatch.setattr(pinned, "evaluate", evaluate)
+  loop.train(config, tmp_path)
+  assert list(evaluated(tmp_path)) == [0, 2, 3, 4]
+
+
+def test_a_split_with_fewer_prompts_is_used_once_and_that_is_logged(caplog):
+  config = training_toy.replace(make_config(), evaluation={"prompts": 100})
+  learner = setup.make_learner(config)
+  found = evaluate(config, setup.make_publisher(learner)(setup.init_policy_params(learner, 0)), 0)
+  assert found.success.trials == 64
+  assert sum("has 64 prompts, not evaluation.prompts=100" in message for message in caplog.messages) == 1
+
+
+def test_one_evaluation_at_a_time_and_none_outlives_its_run(monkeypatch):
+  seen = []
+
+  def endless(config, params, version, stop):
+    while not stop.requested:
+      pass
+    seen.append(version)
+    raise Interrupted("asked to stop")
+
+  monkeypatch.setattr(pinned, "evaluate", endless)
+  with pinned.PinnedEvaluation(make_config(), Interrupt()) as evaluation:
+    assert evaluation.collect(1.0) is None and evaluation.version is None
+    evaluation.start(None, 7, 3)
+    with pytest.raises(RuntimeError, match="version 7 was not collected"):
+      evaluation.start(None, 8, 4)
+    assert evaluation.version == 7 and evaluation.collect() is None
+  assert seen == [7]

@@ -1,0 +1,38 @@
+"""launch.convert_hf as a user runs it, in both directions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from toys import hf_toy
+from toys.paths import REPOSITORY
+
+
+def run(*flags):
+  command = [sys.executable, "-m", "launch.convert_hf", *flags]
+  environment = dict(os.environ, XLA_FLAGS="")
+  result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+  return result.returncode, result.stdout + result.stderr
+
+
+def test_there_and_back(tmp_path):
+  folder, _ = hf_toy.make_folder(tmp_path / "hf", hf_toy.TIED)
+  code, output = run(f"--hf={folder.path}", f"--output={tmp_path / 'checkpoint'}")
+  assert code == 0, output
+  code, output = run(f"--checkpoint={tmp_path / 'checkpoint'}", f"--output={tmp_path / 'back'}")
+  assert code == 0, output
+  assert "Wrote" in output and "orbax" not in output and "Traceback" not in output
+  for file in folder.path.glob("*.safetensors*"):
+    assert file.read_bytes() == (tmp_path / "back" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+  "flags, field",
+  [(("--hf=a", "--checkpoint=b"), "--hf"), (("--hf=nowhere",), "model.checkpoint")],
+)
+def test_bad_input_is_one_screen(tmp_path, flags, field):
+  code, output = run(*flags, f"--output={tmp_path / 'out'}")
+  assert code == 2 and f"error: {field}" in output and "remedy: " in output and "Traceback" not in output, output

@@ -1,0 +1,311 @@
+"""The command line: overrides reach the frozen configuration, and bad input ends with one screen and status 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from absl import flags, logging
+from toys.paths import REPOSITORY
+
+from launch import _flags
+from sao_jax.config import AlgorithmConfig, RunConfig
+from sao_jax.configuration import config_tree
+from sao_jax.errors import ConfigError
+
+CONFIG = """
+from __future__ import annotations
+
+import dataclasses
+
+from sao_jax.config import RolloutConfig, RunConfig
+from sao_jax.data.tokenizer import ByteTokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+  tries: int = 3
+  names: tuple[str, ...] = ("a", "b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Toy:
+  name: str = "toy"
+  operands: int = 3
+  scale: float = 1.0
+  strict: bool = True
+  limit: float | None = None
+  inner: Inner = Inner()
+
+  def tokenizer(self):
+    return ByteTokenizer()
+
+  def make(self, tokenizer):
+    raise NotImplementedError
+
+  def prompts(self, tokenizer, split, seed):
+    raise NotImplementedError
+
+
+def get_config() -> RunConfig:
+  return RunConfig(environment=Toy(), name="toy run", rollout=RolloutConfig(batch_size=64))
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+  path = tmp_path / "toy.py"
+  path.write_text(CONFIG)
+  return str(path)
+
+
+def parse(config_file, *arguments, workdir="runs/x"):
+  argv = ["launcher", f"--config={config_file}", f"--workdir={workdir}", *arguments]
+  return _flags.parse(argv, flags.FlagValues())[0]
+
+
+def test_without_overrides_the_file_decides(config_file):
+  config, workdir = _flags.parse(["launcher", "--config", config_file, "--workdir", "runs/x"], flags.FlagValues())
+  assert workdir == "runs/x"
+  assert isinstance(config, RunConfig) and config.name == "toy run" and config.rollout.batch_size == 64
+  assert config.algorithm == AlgorithmConfig()
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    config.name = "other"
+
+
+@pytest.mark.parametrize(
+  "argument, path, value",
+  [
+    ("--config.algorithm.epsilon_low=0.25", "algorithm.epsilon_low", 0.25),
+    ("--config.algorithm.epsilon_high=3", "algorithm.epsilon_high", 3.0),
+    ("--config.policy_optimizer.learning_rate=1e-3", "policy_optimizer.learning_rate", 1e-3),
+    ("--config.sft.optimizer.warmup_steps=7", "sft.optimizer.warmup_steps", 7),
+    ("--config.name=a b", "name", "a b"),
+    ("--config.name=7", "name", "7"),
+    ("--config.model.checkpoint=", "model.checkpoint", ""),
+    ("--config.algorithm.whiten_advantages=false", "algorithm.whiten_advantages", False),
+    ("--noconfig.algorithm.whiten_advantages", "algorithm.whiten_advantages", False),
+    ("--config.algorithm.freeze_router", "algorithm.freeze_router", True),
+    ("--config.rollout.row_lengths=(64, 256)", "rollout.row_lengths", (64, 256)),
+    ("--config.rollout.row_lengths=64,256", "rollout.row_lengths", (64, 256)),
+    ("--config.rollout.row_lengths=256", "rollout.row_lengths", (256,)),
+    ("--config.sampler.window_buckets=(16,)", "sampler.window_buckets", (16,)),
+    ("--config.environment.operands=5", "environment.operands", 5),
+    ("--config.environment.scale=2", "environment.scale", 2.0),
+    ("--config.environment.limit=2", "environment.limit", 2.0),
+    ("--config.environment.inner.tries=9", "environment.inner.tries", 9),
+    ("--config.environment.inner.names=('x', 'y')", "environment.inner.names", ("x", "y")),
+    ("--seed=11", "training.seed", 11),
+  ],
+)
+def test_an_override_changes_that_field_alone(config_file, argument, path, value):
+  default, config = parse(config_file), parse(config_file, argument)
+  assert config_tree.get(config, path) == value and type(config_tree.get(config, path)) is type(value)
+  changed = {change[0] for change in config_tree.differences(config_tree.to_json(default), config_tree.to_json(config))}
+  assert changed <= {path}
+
+
+def test_overrides_add_up_and_the_last_one_wins(config_file):
+  config = parse(
+    config_file, "--config.training.steps", "5", "--config.training.steps=6", "--config.environment.limit=2",
+    "--config.environment.strict=false", "--config.environment.limit=None",
+  )  # fmt: skip
+  assert config.training.steps == 6 and config.environment.limit is None and config.environment.strict is False
+
+
+@pytest.mark.parametrize(
+  "argument, field, remedy",
+  [
+    ("--config.algorithm.epsilon_lo=0.3", "algorithm.epsilon_lo", "algorithm.epsilon_low"),
+    ("--config.epsilon_low=0.3", "epsilon_low", "Did you mean algorithm.epsilon_low?"),
+    ("--config.learning_rate=1", "learning_rate", "policy_optimizer.learning_rate or critic_optimizer.learning_rate"),
+    ("--config.algoritm.epsilon_low=0.3", "algoritm.epsilon_low", "Did you mean algorithm.epsilon_low?"),
+    ("--config.environment.operand=5", "environment.operand", "environment.operands"),
+    ("--config.environment.inner.trys=5", "environment.inner.trys", "environment.inner.tries"),
+    ("--config.training.steps.more=5", "training.steps.more", "training.steps"),
+    ("--config.zzzzzzzz=5", "zzzzzzzz", "sao_jax/config.py"),
+    ("--noconfig.whiten", "whiten", ""),
+    ("--config.algorithm=5", "algorithm", "algorithm.epsilon_low, algorithm.epsilon_high"),
+    ("--config.environment={}", "environment", "environment.operands"),
+  ],
+)
+def test_an_unknown_field_is_refused_with_the_nearest_names(config_file, argument, field, remedy):
+  with pytest.raises(ConfigError) as error:
+    parse(config_file, argument)
+  assert error.value.field == field and remedy in error.value.remedy
+
+
+@pytest.mark.parametrize(
+  "argument, field, got, expected, remedy",
+  [
+    ("--config.algorithm.epsilon_low=much", "algorithm.epsilon_low", "'much'", "expected float", "as in 0.3"),
+    ("--config.training.steps=1.5", "training.steps", "'1.5'", "expected int", "whole number"),
+    ("--config.training.steps=1e3", "training.steps", "'1e3'", "expected int", "whole number"),
+    ("--config.training.steps", "training.steps", "", "", ""),
+    ("--config.training.audit=maybe", "training.audit", "'maybe'", "expected true or false", "true or false"),
+    ("--config.rollout.row_lengths=(64, 'x')", "rollout.row_lengths", "(64, 'x')", "tuple of int", "(1, 2)"),
+    ("--config.rollout.row_lengths=long", "rollout.row_lengths", "'long'", "tuple of int", "(1, 2)"),
+    ("--config.environment.limit=abc", "environment.limit", "'abc'", "expected float or None", "float or None"),
+    ("--config.environment.inner.names=(1, 2)", "environment.inner.names", "(1, 2)", "tuple of str", "tuple of str"),
+  ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name(config_file, argument, field, got, expected, remedy):
+  with pytest.raises(ConfigError) as error:
+    parse(config_file, argument)
+  message = str(error.value)
+  assert field in message and got in message and expected in message and remedy in error.value.remedy
+
+
+@pytest.mark.parametrize(
+  "argv, field, remedy",
+  [
+    (["--workdir=x"], "--config", "--config=configs/"),
+    (["--config=no/such.py", "--workdir=x"], "--config", "configs/"),
+    (["--config=FILE"], "--workdir", "--workdir=runs/a"),
+    (["--config=FILE", "--workdir="], "--workdir", "--workdir=runs/a"),
+    (["--config=FILE", "--workdir=x", "--workdri=y"], "command line", "--help"),
+    (["--config=FILE", "--workdir=x", "config.training.steps=5"], "command line", "begin with --"),
+    (["--config=FILE", "--workdir=x", "--seed=-1"], "command line", "--help"),
+    (["--config=FILE", "--workdir=x", "--seed=x"], "command line", "--help"),
+  ],
+)
+def test_flags_that_are_missing_or_unknown(config_file, argv, field, remedy):
+  with pytest.raises(ConfigError) as error:
+    _flags.parse(["launcher", *(argument.replace("FILE", config_file) for argument in argv)], flags.FlagValues())
+  assert error.value.field == field and remedy in error.value.remedy
+
+
+@pytest.mark.parametrize(
+  "name, text, problem",
+  [
+    ("a.py", "x = 1", "defines no get_config"),
+    ("a.py", "def get_config(): return {'model': 1}", "returned a dict"),
+    ("a.txt", "def get_config(): pass", "not a Python file"),
+    (
+      "a.py",
+      "from sao_jax.config import *\ndef get_config(): return RunConfig(None, model=ModelConfig(rope_theta='x'))",
+      "expected float",
+    ),
+    (
+      "a.py",
+      "from sao_jax.config import *\ndef get_config(): return RunConfig(None, model=ModelConfig(num_layer=2))",
+      r"(?s)ModelConfig.num_layer: there is no such field; .*a.py sets it.\n  remedy: Did you mean num_layers or num_",
+    ),
+    (
+      "a.py",
+      CONFIG.replace("environment=Toy()", "environment=Toy(frequency=2)"),
+      r"(?s)Toy.frequency: there is no such field.*Its fields are name, operands, scale, strict, limit, inner\.",
+    ),
+  ],
+)
+def test_config_files_that_are_none(tmp_path, name, text, problem):
+  (tmp_path / name).write_text(text)
+  with pytest.raises(ConfigError, match=problem):
+    _flags.load_config(str(tmp_path / name))
+
+
+def test_other_errors_of_a_config_file_are_shown_as_they_are(tmp_path):
+  (tmp_path / "a.py").write_text("def get_config(): return dict(a=1) + 1")
+  with pytest.raises(TypeError, match="unsupported operand"):
+    _flags.load_config(str(tmp_path / "a.py"))
+
+
+def test_a_config_is_found_from_any_folder(tmp_path, monkeypatch):
+  monkeypatch.setattr(_flags, "REPOSITORY", tmp_path / "repository")
+  (tmp_path / "repository" / "configs").mkdir(parents=True)
+  (tmp_path / "repository" / "configs" / "toy.py").write_text(CONFIG)
+  monkeypatch.chdir(tmp_path)
+  assert _flags.load_config("configs/toy.py").name == "toy run"
+  with pytest.raises(ConfigError, match="Choose one of configs/toy.py"):
+    _flags.load_config("configs/toi.py")
+
+
+@pytest.mark.parametrize("place", ["below a file", "/proc/sao_jax/run", "gs://bucket/run"])
+def test_a_workdir_that_cannot_be_written(tmp_path, place):
+  (tmp_path / "file").write_text("")
+  workdir = str(tmp_path / "file" / "run") if place == "below a file" else place
+  with pytest.raises(ConfigError) as error:
+    _flags.check_writable(workdir)
+  assert error.value.field == "--workdir" and workdir in error.value.problem and "--workdir" in error.value.remedy
+
+
+def test_a_writable_workdir_is_created_and_left_empty(tmp_path):
+  _flags.check_writable(str(tmp_path / "a" / "b"))
+  assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_the_resolved_config_is_recorded_and_changes_are_logged(config_file, tmp_path, monkeypatch):
+  said = []
+  monkeypatch.setattr(logging, "warning", lambda message, *arguments: said.append(message % arguments))
+  _flags.record_config(parse(config_file), str(tmp_path))
+  recorded = json.loads((tmp_path / "config.json").read_text())
+  assert recorded["dataclass"] == "RunConfig" and recorded["environment"]["dataclass"] == "Toy"
+  assert recorded["rollout"]["row_lengths"] == [128, 256] and recorded["environment"]["inner"]["names"] == ["a", "b"]
+  _flags.record_config(parse(config_file), str(tmp_path))
+  assert not said
+  _flags.record_config(parse(config_file, "--seed=3", "--config.algorithm.epsilon_low=0.5"), str(tmp_path))
+  assert len(said) == 2
+  assert "algorithm.epsilon_low was 0.3, is 0.5" in said[0] and "training.seed was 0, is 3" in said[1]
+  (tmp_path / "config.json").write_text("{")  # cut short by hand: replaced, not fatal
+  _flags.record_config(parse(config_file), str(tmp_path))
+  assert json.loads((tmp_path / "config.json").read_text()) == recorded
+
+
+LAUNCHER = """
+import sys
+from absl import flags, logging
+from launch import _flags
+from sao_jax.errors import ConfigError
+_FAIL = flags.DEFINE_boolean("fail", False, "Raise a ConfigError.")
+
+def main(config, workdir):
+  logging.info("steps %d", config.training.steps)
+  if _FAIL.value:
+    raise ConfigError("mesh.tensor", "3 devices do not divide 4 heads.", "Choose a divisor.")
+  return "anything"
+
+_flags.run(main)
+"""
+
+
+def launch(tmp_path, *arguments):
+  script = tmp_path / "launcher.py"
+  script.write_text(LAUNCHER)
+  environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+  return subprocess.run(
+    [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=120
+  )
+
+
+def test_a_launcher_runs_with_flags_of_its_own(config_file, tmp_path):
+  done = launch(tmp_path, f"--config={config_file}", f"--workdir={tmp_path / 'run'}", "--config.training.steps=42")
+  assert done.returncode == 0, done.stderr
+  assert "steps 42" in done.stderr
+  assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["steps"] == 42
+
+
+@pytest.mark.parametrize(
+  "arguments, words",
+  [
+    (["--fail"], ["mesh.tensor", "3 devices do not divide 4 heads", "remedy: Choose a divisor."]),
+    (["--config.training.step=1"], ["training.step:", "Did you mean training.steps"]),
+    (["--config.algorithm.epsilon_low=7"], ["algorithm.epsilon_low", "(0, 1]", "remedy"]),
+    (["--workdir=/proc/run"], ["--workdir", "/proc/run", "remedy"]),
+  ],
+)
+def test_bad_input_is_one_screen_and_status_2(config_file, tmp_path, arguments, words):
+  done = launch(tmp_path, f"--config={config_file}", f"--workdir={tmp_path / 'run'}", *arguments)
+  assert done.returncode == 2
+  assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 12
+  assert done.stderr.count("error: ") == 1 and all(word in done.stderr for word in words)
+
+
+def test_help_needs_no_config(tmp_path):
+  done = launch(tmp_path, "--help")
+  text = done.stdout + done.stderr
+  assert "--workdir" in text and "--seed" in text and "--config" in text and "--[no]fail" in text
+  assert "Traceback" not in text

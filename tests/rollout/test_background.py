@@ -1,0 +1,335 @@
+"""What goes wrong in the background reaches the main loop as itself within five seconds; nothing blocks the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from toys import graders
+from toys.rollout_fakes import FakeEnvironment, FakePrompts, FakeSampler, Running, completion, make_loop
+from toys.sampler_fakes import FakeEngine
+
+from sao_jax.config import SamplerConfig
+from sao_jax.environments.base import StepResult
+from sao_jax.interrupt import Interrupt
+from sao_jax.rewards.grader_pool import GraderPool
+from sao_jax.rollout import watchdog
+from sao_jax.rollout.outcomes import EnvironmentDown, RolloutSilent
+from sao_jax.sampler.scheduler import Scheduler
+from sao_jax.sampler.service import SamplerService
+from sao_jax.training.rollouts import take
+
+DEADLINE = 5.0  # seconds from the fault to the main loop
+HEARTBEAT_GAP = 0.1  # seconds
+
+
+class Original(Exception):
+  """Raised somewhere in the background."""
+
+
+class OriginalBase(BaseException):
+  """The same, out of reach of `except Exception`."""
+
+
+def name_of(error: BaseException) -> str:
+  return type(error).__name__
+
+
+def raising(error: BaseException):
+  async def fault(*_):
+    raise error
+
+  return fault
+
+
+def caught_by_the_main_loop(loop, version: int = 0) -> BaseException:
+  """Waits for a batch as the training loop does, and returns what that raised, in time."""
+  began = time.monotonic()
+  with pytest.raises(BaseException) as caught:
+    while True:  # what was finished before the fault
+      take(loop, 4, version, Interrupt())
+      version += 1
+      loop.on_version(version)
+      assert time.monotonic() - began < 30, "no fault in sight"
+  assert time.monotonic() - began < DEADLINE
+  assert loop.error is caught.value or loop._sampler.error is caught.value
+  return caught.value
+
+
+ERRORS = [Original("here"), OriginalBase("here"), TimeoutError("here"), SystemExit(3), KeyboardInterrupt("here")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=name_of)
+@pytest.mark.parametrize("where", ["producer", "sampler", "statistics"])
+def test_an_exception_of_any_kind_reaches_the_main_loop_as_itself(where, error):
+  class Prompts(FakePrompts):
+    def __next__(self):
+      if where == "producer" and self.position == 6:
+        raise error
+      return super().__next__()
+
+  def reply(request):
+    if where == "sampler" and request.rollout_id == 6:
+      raise error
+    return completion([7, 2])
+
+  loop = make_loop(sampler=FakeSampler(reply=reply), prompts=Prompts(), admission_staleness=0)
+  if where == "statistics":
+    generated = loop.buffer.statistics.generated
+
+    def generated_or_not(trajectory):
+      if trajectory.rollout_id == 6:
+        raise error
+      generated(trajectory)
+
+    loop.buffer.statistics.generated = generated_or_not
+  with Running(loop):
+    assert caught_by_the_main_loop(loop) is error
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=name_of)
+@pytest.mark.parametrize("method", ["reset", "step", "on_truncated", "make"])
+def test_what_an_environment_raises_costs_rollouts_and_in_the_end_the_run(method, error):
+  def make():
+    if method == "make":
+      raise error
+    return FakeEnvironment(turns=99, faults={method: raising(error)})
+
+  loop = make_loop(make, slots=1, max_consecutive_failures=3)
+  with Running(loop):
+    caught = caught_by_the_main_loop(loop)
+  if isinstance(error, OriginalBase) or (method == "make" and isinstance(error, KeyboardInterrupt)):
+    assert caught is error  # nothing that an environment may ever raise: the run stops
+    return
+  assert isinstance(caught, EnvironmentDown) and "3 rollouts failed in a row" in str(caught)
+  chain = [caught]
+  while chain[-1].__cause__ is not None:
+    chain.append(chain[-1].__cause__)
+  assert chain[-1] is error
+  assert loop.stats()["failed_environment"] + loop.stats()["failed_infrastructure"] == 3
+
+
+def test_a_tool_that_leaves_the_interpreter_costs_its_own_rollouts_only():
+  made = []
+
+  def make():
+    made.append(None)
+    faults = {"step": raising(SystemExit(2))} if len(made) % 3 == 0 else {}
+    return FakeEnvironment(faults=faults | {"close": raising(SystemExit(1))})
+
+  sampler = FakeSampler()
+  with Running(make_loop(make, sampler, admission_staleness=0)) as loop:
+    for version in range(3):
+      assert len(take(loop, 4, version, Interrupt())) == 4
+      loop.on_version(version + 1)
+    stats = loop.stats()
+  assert stats["trained"] == 12 and stats["failed_environment/UnexpectedFailure(RuntimeError)"] >= 4
+
+
+class Engine(FakeEngine):
+  """A fake engine that breaks where the test wants."""
+
+  def __init__(self, where: str, error: BaseException):
+    super().__init__(SamplerConfig(num_slots=4, context_length=64, decode_steps=4))
+    self.where, self.error = where, error
+
+  def _break(self, where: str) -> None:
+    if self.where == where:
+      raise self.error
+
+  def extend(self, extensions):
+    self._break("extend")
+    return super().extend(extensions)
+
+  def decode(self, num_steps, lengths):
+    self._break("decode")
+    return super().decode(num_steps, lengths)
+
+  def publish(self, params, version):
+    self._break("publish")
+    super().publish(params, version)
+
+  def check_params(self, params):
+    self._break("check")
+
+
+@pytest.mark.parametrize("error", [Original("here"), OriginalBase("here"), SystemExit(3)], ids=name_of)
+@pytest.mark.parametrize("where", ["extend", "decode", "publish", "publish while nobody asks"])
+def test_the_death_of_the_sampler_thread_is_noticed(where, error):
+  where, _, idle = where.partition(" ")
+
+  async def grade():  # its actions are cut
+    await asyncio.sleep(3600.0 if idle else 0.001)
+    return 1.0
+
+  engine = Engine("", error)
+  with SamplerService(Scheduler(engine)) as service:
+    loop = make_loop(
+      lambda: FakeEnvironment(turns=99, faults={"on_truncated": grade}),
+      service,
+      slots=4,
+      admission_staleness=0,
+      environment_timeout=3600.0,
+      max_turns=1,
+    )
+    with Running(loop):
+      if idle:
+        while loop.stats()["in_flight"] < 4 or service.stats()["decoding_turns"]:
+          time.sleep(0.001)
+      else:
+        assert len(take(loop, 4, 0, Interrupt())) == 4
+      engine.where = where
+      if where == "publish":
+        service.publish(None, 1)
+      if not idle:
+        loop.on_version(1)
+      assert caught_by_the_main_loop(loop, 0 if idle else 1) is error
+    assert service.error is error
+    with pytest.raises(type(error)):
+      service.publish(None, 2)
+
+
+def test_a_publish_that_the_sampler_refuses_raises_where_it_was_called():
+  engine = Engine("check", Original("another model"))
+  with SamplerService(Scheduler(engine)) as service:
+    with pytest.raises(Original):
+      service.publish(None, 1)
+    assert service.error is None and service.version == 0
+
+
+def test_a_killed_grader_process_costs_one_rollout_and_is_replaced():
+  pool = GraderPool(graders.process_id, processes=1)
+  workers: list[int] = []
+
+  class Graded(FakeEnvironment):
+    async def step(self, action_ids):
+      if workers and len(workers) % 4 == 0:
+        os.kill(workers[-1], signal.SIGKILL)
+        workers.append(0)
+      worker = await pool.grade("fake", *())
+      workers.append(int(worker))
+      return StepResult([], True, worker)
+
+  sampler = FakeSampler()
+  with Running(make_loop(Graded, sampler, slots=1, admission_staleness=0)) as loop:
+    for version in range(4):
+      assert len(take(loop, 4, version, Interrupt())) == 4
+      loop.on_version(version + 1)
+    stats = loop.stats()
+  pool.close()
+  assert stats["trained"] == 16 and len(set(workers)) >= 3
+  assert stats["failed_infrastructure"] == stats["failed_infrastructure/GraderFailure"] <= len(set(workers)) - 1
+
+
+def test_a_grader_that_hangs_costs_its_rollout_and_holds_up_nobody():
+  pool = GraderPool(graders.misbehave, processes=2, timeout=0.3)
+
+  class Graded(FakeEnvironment):
+    async def step(self, action_ids):
+      hangs = self.prompt.key.id % 5 == 0
+      return StepResult([], True, await pool.grade("fake", "hang" if hangs else "read"))
+
+  sampler = FakeSampler()
+  with Running(make_loop(Graded, sampler)) as loop:
+    for version in range(3):
+      batch = take(loop, 4, version, Interrupt())
+      assert all(trajectory.key.id % 5 and trajectory.reward == 0.0 for trajectory in batch)
+      loop.on_version(version + 1)
+    while not loop.stats()["failed_infrastructure"]:
+      time.sleep(0.001)
+    stats = loop.stats()
+  pool.close()
+  assert stats["trained"] == 12 and stats["failed_infrastructure/GraderFailure"] == stats["failed_infrastructure"]
+
+
+def largest_gap(measure, attempts: int = 5) -> float:
+  """The smallest of some measurements: other work on the machine makes gaps too."""
+  gaps = []
+  while len(gaps) < attempts and (not gaps or min(gaps) >= HEARTBEAT_GAP):
+    gaps.append(measure())
+  return min(gaps)
+
+
+def test_the_event_loop_beats_while_a_reward_burns_two_seconds_of_cpu():
+  pool = GraderPool(graders.burn, processes=1)
+
+  class Graded(FakeEnvironment):
+    async def step(self, action_ids):
+      return StepResult([], True, await pool.grade("fake", 2.0, 0.5))
+
+  asyncio.run(pool.grade("fake", 0.0))  # the worker is up
+
+  def measure() -> float:
+    with Running(make_loop(Graded, prompts=FakePrompts(1), slots=1, batch_size=1)) as loop:
+      loop.stats()
+      (trajectory,) = loop.buffer.take(1, 0, timeout=60)
+      assert trajectory.reward == 0.5 and trajectory.info["environment_seconds"] >= 2.0
+      return loop.stats()["max_event_loop_gap"]
+
+  assert largest_gap(measure) < HEARTBEAT_GAP
+  pool.close()
+
+
+def test_the_event_loop_beats_with_a_paused_consumer_and_ten_times_the_queue_produced():
+  def measure() -> float:
+    loop = make_loop(batch_size=64, admission_staleness=9, slots=32)
+    with Running(loop):
+      while len(loop.buffer) < 640:
+        time.sleep(0.001)
+      time.sleep(0.1)
+      stats = loop.stats()
+      assert stats["submitted"] == stats["buffered"] == stats["generated"] == 640 and stats["capacity"] == 0
+      return stats["max_event_loop_gap"]
+
+  assert largest_gap(measure) < HEARTBEAT_GAP
+
+
+def test_the_watchdogs_own_fault_reaches_the_main_loop(monkeypatch):
+  monkeypatch.setattr(watchdog, "PERIOD", 0.01)
+  error = Original("in the watchdog")
+  loop = make_loop(sampler=FakeSampler(delay=lambda rollout_id: 3600.0))
+  loop._watchdog._look = lambda: (_ for _ in ()).throw(error)
+  with Running(loop):
+    assert caught_by_the_main_loop(loop) is error
+
+
+@pytest.mark.parametrize("where", ["sampler", "step", "reset", "event loop"])
+def test_silence_anywhere_ends_the_run_with_queue_sizes_and_stacks(where, monkeypatch):
+  monkeypatch.setattr(watchdog, "PERIOD", 0.05)
+  released = threading.Event()
+
+  async def silent():
+    if where == "event loop":
+      released.wait(30)
+    with contextlib.suppress(asyncio.CancelledError):
+      await asyncio.sleep(3600)
+
+  faults = {"reset" if where == "event loop" else where: silent}
+  sampler = FakeSampler(delay=lambda rollout_id: 3600.0 if where == "sampler" else 0.0)
+  loop = make_loop(lambda: FakeEnvironment(faults=faults), sampler, watchdog_seconds=0.3, environment_timeout=3600.0)
+  with Running(loop):
+    error = caught_by_the_main_loop(loop)
+    released.set()
+  assert isinstance(error, RolloutSilent)
+  place = {"sampler": "generate", "event loop": "released.wait"}.get(where, "silent")
+  for part in ("'submitted'", "'in_flight'", "'buffered': 0", place):
+    assert part in str(error)
+
+
+def test_a_trainer_that_asks_after_the_fault_is_told_all_the_same():
+  error = Original("long ago")
+  loop = make_loop(sampler=FakeSampler(reply=lambda request: (_ for _ in ()).throw(error)))
+  with Running(loop):
+    while loop.error is None:
+      time.sleep(0.001)
+  for ask in (loop.check, lambda: take(loop, 4, 0, Interrupt()), lambda: loop.buffer.take(4, 0)):
+    with pytest.raises(Original) as caught:
+      ask()
+    assert caught.value is error
+  assert np.isfinite(loop.stats()["max_event_loop_gap"])

@@ -1,0 +1,201 @@
+"""The engine on real models: what it records equals what the learner computes, whatever the slots and the company."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toys.engine_toy import (
+  DENSE,
+  MOE,
+  REPREFILL,
+  SMALL,
+  TIED,
+  Record,
+  assert_agrees,
+  multi_turns,
+  params_of,
+  play,
+  prompt,
+  scheduler_of,
+  single_turns,
+)
+
+from sao_jax.config import SamplerConfig
+from sao_jax.errors import ConfigError
+from sao_jax.sampler import steps
+from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.prefill import Extension
+from sao_jax.sampler.scheduler import Scheduler
+
+
+@pytest.mark.parametrize("model", [DENSE, MOE, TIED], ids=["dense", "moe", "tied"])
+def test_logprobs_equal_the_learners(model):
+  scheduler = scheduler_of(model, park_after=0)  # five sessions share four slots: some are parked
+  for record in play(scheduler, single_turns()) + play(scheduler, multi_turns(), delay=2):
+    assert_agrees(model, params_of(model), record)
+    assert len(record.ids) == sum(len(new) + budget for new, budget in record.turns)
+  assert scheduler.stats()["parked"] > 0
+  assert scheduler.stats()["free_slots"] == 4
+
+
+def test_temperature_and_stop_ids():  # L2, M2 on the device
+  scheduler = scheduler_of(DENSE)
+  free = play(scheduler, [Record([(prompt(5, 0), 12)], rollout_id=1, temperature=0.5)])[0]
+  assert_agrees(DENSE, params_of(DENSE), free)
+  sampled = free.ids[5:]
+  stop = sampled[6]
+  stopped = play(scheduler, [Record([(prompt(5, 0), 12)], 1, 0.5, stop_ids=(60, stop) if stop != 60 else (stop,))])[0]
+  assert stopped.ids[5:] == sampled[: sampled.index(stop) + 1]
+  greedy = play(scheduler, [Record([(prompt(5, 0), 6)], i, temperature=0.0) for i in (1, 2)])
+  assert greedy[0].ids == greedy[1].ids  # another rollout, the same argmax
+
+
+def test_tokens_do_not_depend_on_slot_or_company():  # A15
+  alone = [play(scheduler_of(DENSE), [record])[0] for record in multi_turns(3)]
+  crowd = multi_turns(8) + single_turns(5)
+  scheduler = scheduler_of(DENSE, park_after=0)
+  together = play(scheduler, crowd, delay=3)[:3]
+  assert scheduler.stats()["parked"] > 0
+  for lone, one in zip(alone, together, strict=True):
+    assert lone.ids == one.ids
+    np.testing.assert_allclose(np.array(lone.logprobs), np.array(one.logprobs), atol=1e-5)
+  other_seed = Scheduler(Engine(params_of(DENSE), DENSE, SMALL, seed=1))
+  assert play(other_seed, multi_turns(1))[0].ids != alone[0].ids
+
+
+def test_a_replayed_rollout_gives_the_same_tokens():  # A15
+  scheduler = scheduler_of(DENSE)
+  first = play(scheduler, single_turns(3))
+  again = play(scheduler, list(reversed(single_turns(3))))
+  assert [record.ids for record in first] == [record.ids for record in reversed(again)]
+
+
+@pytest.mark.parametrize("config", [SMALL, REPREFILL], ids=["keep", "reprefill"])
+@pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
+def test_publish_in_the_middle(model, config):  # L12, L15
+  scheduler = scheduler_of(model, config)
+  publish = lambda tick: scheduler.publish(params_of(model, seed=9), 1) if tick == 0 else None
+  records = play(scheduler, [Record([(prompt(5 + i, i), 12), (prompt(3, i), 4)], i) for i in range(4)], publish)
+  for record in records:
+    versions = np.array(record.versions)
+    assert set(versions[record.mask].tolist()) == {0, 1}
+    assert_agrees(model, params_of(model), record, where=versions == 0)
+    if config.kv_after_publish == "reprefill":
+      assert_agrees(model, params_of(model, seed=9), record, where=versions == 1)
+    else:
+      with pytest.raises(AssertionError):  # old keys and values under new weights: that is what "keep" means
+        assert_agrees(model, params_of(model, seed=9), record, where=versions == 1)
+  fresh = play(scheduler, [Record([(prompt(4, 77), 16)], rollout_id=77)])[0]
+  assert_agrees(model, params_of(model, seed=9), fresh)
+
+
+def test_publish_reaches_the_sampler_and_tied_heads():  # L15, L16
+  engine = Engine(params_of(TIED), TIED, SMALL, seed=0)
+  changed = jax.tree.map(lambda x: x * 0.5, params_of(TIED))
+  changed["embed"] = changed["embed"].at[0].set(1.0)
+  engine.publish(changed, 3)
+  assert engine.version == 3
+  checksum = lambda tree: sum(float(np.asarray(leaf, np.float64).sum()) for leaf in jax.tree.leaves(tree))
+  assert checksum(engine.params) == checksum(changed) != checksum(params_of(TIED))
+  probe = play(Scheduler(engine), [Record([(prompt(8, 5), 40)], rollout_id=0)])[0]
+  assert_agrees(TIED, changed, probe)
+  assert np.array(probe.versions)[probe.mask].tolist() == [3] * 40
+
+
+def test_parameters_of_another_model_are_refused():
+  engine = Engine(params_of(DENSE), DENSE, SMALL, seed=0)
+  with pytest.raises(ConfigError, match="moe_layers|dense_layers"):
+    engine.publish(params_of(MOE), 1)
+  with pytest.raises(ConfigError, match="bfloat16"):
+    engine.check_params(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(DENSE)))
+  assert engine.version == 0
+
+
+def test_the_host_refuses_what_does_not_fit():  # L10
+  engine = Engine(params_of(DENSE), DENSE, SMALL, seed=0)
+  for length, budget in ((49, 0), (40, 9), (1, 48)):
+    with pytest.raises(ConfigError, match="48"):
+      engine.extend([Extension(0, 0, [1] * length, rollout_id=0, budget=budget)])
+  engine.extend([Extension(0, 0, [1] * 40, rollout_id=0, budget=8)])
+  with pytest.raises(ConfigError, match="stop_ids"):
+    engine.extend([Extension(0, 0, [1], rollout_id=0, budget=1, stop_ids=tuple(range(9)))])
+
+
+def test_the_flag_of_the_device_trips_and_nothing_is_overwritten():  # L10
+  engine = Engine(params_of(DENSE), DENSE, SMALL, seed=0)
+  engine.extend([Extension(2, 0, prompt(46, 0), rollout_id=0, budget=2)])
+  slots = engine._state.slots
+  engine._state = engine._state.replace(slots=slots.replace(budget=slots.budget.at[2].set(10)))  # a lying host
+  before = np.asarray(engine._state.cache.k)
+  tokens, _, emitted, overflow, _ = engine.decode(4, {2: 45}).fetch()
+  assert emitted[:, 2].tolist() == [True, True, False, False]
+  assert overflow.tolist() == [False, False, True, False]
+  after = np.asarray(engine._state.cache.k)
+  np.testing.assert_array_equal(before[2, ..., :45], after[2, ..., :45])
+  np.testing.assert_array_equal(before[[0, 1, 3]], after[[0, 1, 3]])
+  assert np.all(np.any(after[2, ..., 45:47] != 0, axis=-2)) and np.all(after[2, ..., 47] == 0)
+
+
+def test_cache_dtype_is_the_only_difference():  # L11
+  config = dataclasses.replace(SMALL, cache_dtype="bfloat16")
+  engine = Engine(params_of(DENSE), DENSE, config, seed=0)
+  engine.warm_up()
+  compiled = steps.decode._cache_size(), steps.extend._cache_size()
+  record = play(Scheduler(engine), multi_turns(1))[0]
+  # What is written is cast: the cache stays as it is, and nothing is traced again.
+  assert (steps.decode._cache_size(), steps.extend._cache_size()) == compiled
+  assert {leaf.dtype for leaf in jax.tree.leaves(engine._state.cache)} == {jnp.dtype(jnp.bfloat16)}
+  assert_agrees(DENSE, params_of(DENSE), record, tolerance=0.05)
+  with pytest.raises(AssertionError):
+    assert_agrees(DENSE, params_of(DENSE), record, tolerance=1e-5)
+
+
+BUCKETS = SamplerConfig(
+  num_slots=32,
+  context_length=40,
+  decode_steps=3,
+  decode_batch=16,
+  prefill_buckets=(4, 16),
+  prefill_batch=4,
+  window_buckets=(16,),
+)
+
+
+def test_buckets_compile_once_and_change_nothing():
+  """Few rows, many rows, short and long windows, batched prefills: the same tokens; nothing compiles after warm-up."""
+  engine = Engine(params_of(TIED), TIED, BUCKETS, seed=0)
+  engine.warm_up()
+  compiled = steps.decode._cache_size(), steps.extend._cache_size()
+  records = [
+    Record([(prompt(1 + i % 19, i), 1 + i % 11), (prompt(2, i), 3)], rollout_id=i, temperature=0.5 + 0.1 * i)
+    for i in range(40)
+  ]
+  play(Scheduler(engine), records)
+  assert (steps.decode._cache_size(), steps.extend._cache_size()) == compiled
+  engine.publish(jax.tree.map(jnp.copy, params_of(TIED)), 1)
+  again = [dataclasses.replace(r, ids=[], mask=[], logprobs=[], versions=[]) for r in reversed(records[10:13])]
+  play(Scheduler(engine), again)
+  assert (steps.decode._cache_size(), steps.extend._cache_size()) == compiled
+  for record, one in zip(reversed(records[10:13]), again, strict=True):
+    assert record.ids == one.ids
+    np.testing.assert_allclose(record.logprobs, one.logprobs, atol=1e-5)
+  assert records[5].temperature == 1.0
+  assert_agrees(TIED, params_of(TIED), records[5])
+
+
+def test_the_cache_is_updated_in_place():
+  """No program may copy the whole cache: it is donated, aliased, and written by slices."""
+  engine = Engine(params_of(TIED), TIED, SMALL, seed=0)
+  shape = "f32[" + ",".join(map(str, engine._state.cache.k.shape)) + "]"
+  compiled = steps.decode.lower(
+    engine.params, engine._state, jax.random.key(0), np.arange(4, dtype=np.int32), np.int32(4),
+    config=TIED, rule=engine._rule, window=48, max_steps=4, mesh=None, rules=engine._rules,
+  ).compile()  # fmt: skip
+  copies = [line for line in compiled.as_text().splitlines() if "copy(" in line and f"= {shape}" in line]
+  assert not copies, copies
+  memory = compiled.memory_analysis()
+  assert memory.alias_size_in_bytes >= 2 * engine._state.cache.k.nbytes

@@ -1,0 +1,37 @@
+"""The imitation phase: stopped by Ctrl-C and run again, it is the run that nobody stopped, bit for bit."""
+
+from __future__ import annotations
+
+import signal
+
+import jax
+import numpy as np
+from toys import training_toy
+
+from sao_jax.learner import setup
+from sao_jax.report.metrics import read_metrics
+from sao_jax.training import phases, sft
+
+
+def test_ctrl_c_and_the_same_command_again_leave_no_trace(tmp_path, monkeypatch):
+  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+  config = training_toy.replace(training_toy.get_config(), sft={"steps": 4}, training={"checkpoint_every": 1000})
+  expected = jax.device_get(sft.sft(config, tmp_path / "expected"))
+  pack, packed = sft.packed_batch, []
+
+  def pack_and_interrupt(learner, trajectories):
+    packed.append([trajectory.token_ids.tolist() for trajectory in trajectories])
+    if len(packed) == 2:
+      signal.raise_signal(signal.SIGINT)
+    return pack(learner, trajectories)
+
+  monkeypatch.setattr(sft, "packed_batch", pack_and_interrupt)
+  workdir = tmp_path / "interrupted"
+  halfway = jax.device_get(sft.sft(config, workdir))
+  assert phases.latest_step(workdir / phases.SFT) == 2
+  resumed = jax.device_get(sft.sft(config, workdir))
+  assert phases.latest_step(workdir / phases.SFT) == 4
+  assert len(packed) == 4 and all(batch not in packed[:2] for batch in packed[2:])
+  assert [line["step"] for line in read_metrics(workdir, phases.SFT)] == [1, 2, 3, 4]
+  jax.tree.map(np.testing.assert_array_equal, resumed, expected)
+  assert any((a != b).any() for a, b in zip(jax.tree.leaves(halfway), jax.tree.leaves(expected)))

@@ -13,7 +13,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.episode import PromptKey, Status, Trajectory
 
-__all__ = ["NetworkState", "PromptKey", "RouterStatistics", "Status", "TrainState", "Trajectory", "TrajectoryBatch"]
+__all__ = [
+  "NetworkState",
+  "PolicyOutputs",
+  "PromptKey",
+  "RouterStatistics",
+  "Status",
+  "TrainState",
+  "Trajectory",
+  "TrajectoryBatch",
+]
 
 PyTree = Any
 
@@ -71,6 +80,21 @@ class RouterStatistics:
   replayed: Float[Array, "B L"]
   agreeing: Float[Array, "B L"]
   dropped: Float[Array, "B L"]
+
+
+@flax.struct.dataclass
+class PolicyOutputs:
+  """What the policy computes of a packed batch.
+
+  Attributes:
+    logprobs: float32 [B, T], log π of each token given the tokens before it; 0 where there are none.
+    entropy: float32 [B, T], of the distribution that the token was drawn from, in nats.
+    router: the routers' work; None for a model without experts.
+  """
+
+  logprobs: Float[Array, "B T"]
+  entropy: Float[Array, "B T"]
+  router: RouterStatistics | None = None
 
 
 @flax.struct.dataclass

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from sao_jax.rollout.admission import AdmissionControl, Place, check_identity
+from sao_jax.rollout.ledger import AdmissionControl, Place, check_identity
 from sao_jax.rollout.outcomes import Outcome
 
 

@@ -15,7 +15,7 @@ from toys.rollout_fakes import completion, fill, make_buffer, make_trajectory
 
 from sao_jax.errors import ConfigError
 from sao_jax.learner.packing import pack
-from sao_jax.rollout.admission import check_identity
+from sao_jax.rollout.ledger import check_identity
 from sao_jax.rollout.evidence import check_completion
 from sao_jax.rollout.outcomes import BadEvidence
 from sao_jax.rollout.staleness import is_stale, mask_over_age, token_lags
@@ -36,10 +36,10 @@ def test_a_batch_in_training_holds_its_capacity_until_it_is_done():
   buffer = make_buffer(batch_size=2, eta=0)
   fill(buffer, make_trajectory(0), make_trajectory(1))
   buffer.take(2, 0)
-  assert buffer.admission.capacity == 0 and len(buffer) == 0
+  assert buffer.ledger.capacity == 0 and len(buffer) == 0
   buffer.batch_done(1)
-  assert buffer.admission.capacity == 2 and buffer.version == 1
-  counters = buffer.admission.counters()
+  assert buffer.ledger.capacity == 2 and buffer.version == 1
+  counters = buffer.ledger.counters()
   assert (counters["submitted"], counters["trained"]) == (2, 2)
   with pytest.raises(RuntimeError, match="no batch"):
     buffer.batch_done(2)
@@ -71,10 +71,10 @@ def test_drop_gives_capacity_back_and_counts_by_length():
   buffer = make_buffer(batch_size=2, eta=1, max_staleness=2)
   fill(buffer, make_trajectory(0, turns=((5, 0),)), make_trajectory(1, version=[0, 1, 2, 3]))
   fill(buffer, make_trajectory(2, version=1), make_trajectory(3, version=3))
-  assert buffer.admission.capacity == 0
+  assert buffer.ledger.capacity == 0
   assert ids(buffer.take(2, 3)) == [2, 3]  # 0 and 1 have tokens of lag 3
-  assert buffer.admission.capacity == 2
-  counters = buffer.admission.counters()
+  assert buffer.ledger.capacity == 2
+  counters = buffer.ledger.counters()
   check_identity(counters)
   assert counters["dropped_stale"] == 2
   summary = buffer.statistics.summary()
@@ -84,7 +84,7 @@ def test_drop_gives_capacity_back_and_counts_by_length():
 def test_over_age_on_arrival_is_dropped():
   buffer = make_buffer(batch_size=1, max_staleness=2, version=5)
   assert fill(buffer, make_trajectory(0, version=2), make_trajectory(1, version=3)) == [False, True]
-  assert buffer.admission.counters()["dropped_stale"] == 1
+  assert buffer.ledger.counters()["dropped_stale"] == 1
 
 
 def test_take_goes_on_waiting_when_it_drops():
@@ -116,7 +116,7 @@ def test_mask_keeps_what_is_young_enough():
   assert batch.rewards[0, first].tolist() == [0] * 8 + [used.reward, 0]
   assert (batch.loss_mask == batch.action_mask)[0, ~first].all()
   buffer.batch_done(4)
-  counters = buffer.admission.counters()
+  counters = buffer.ledger.counters()
   assert (counters["masked"], counters["trained"]) == (1, 0)
   summary = buffer.statistics.summary()
   assert (summary["masked_tokens"], summary["used_tokens"], summary["max_lag"]) == (2, 3, 2)
@@ -160,21 +160,21 @@ def test_the_bound_holds_and_nothing_is_lost(versions, tau, mode):
       kept = [version for version in versions[trajectory.rollout_id] if 9 - version <= tau]
       assert trajectory.policy_version[trajectory.trained].tolist() == kept
     buffer.batch_done(9)
-    check_identity(buffer.admission.counters())
+    check_identity(buffer.ledger.counters())
   assert taken == usable[: len(taken)]
   with pytest.raises(TimeoutError):
     buffer.take(2, 9, timeout=0)
-  counters = buffer.admission.counters()
+  counters = buffer.ledger.counters()
   assert counters["dropped_stale"] == len(versions) - len(usable)
   assert counters["trained"] + counters["masked"] == len(taken)
 
 
 def test_bad_evidence_is_not_taken_over():
   buffer = make_buffer()
-  buffer.admission.submit()
+  buffer.ledger.submit()
   with pytest.raises(BadEvidence):
     buffer.put(make_trajectory(reward=float("nan")))
-  counters = buffer.admission.counters()
+  counters = buffer.ledger.counters()
   assert (counters["in_flight"], counters["buffered"]) == (1, 0) and len(buffer) == 0
 
 
@@ -241,8 +241,8 @@ def test_snapshot_puts_a_batch_in_training_back_in_front_unmasked():
   restored = make_buffer(batch_size=2, max_staleness=1, staleness="mask")
   restored.restore(state, trajectories)
   assert ids(trajectories) == [0, 1, 2] and all(trajectory.num_trained == 2 for trajectory in trajectories)
-  assert restored.version == 2 and restored.admission.capacity == buffer.admission.capacity == 3
-  counters = restored.admission.counters()
+  assert restored.version == 2 and restored.ledger.capacity == buffer.ledger.capacity == 3
+  counters = restored.ledger.counters()
   check_identity(counters)
   assert (counters["buffered"], counters["in_training"]) == (3, 0)
   assert ids(restored.take(2, 2)) == [0, 1]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from toys.rollout_fakes import FakePrompts, FakeSampler, Running, make_loop, train
 
-from sao_jax.rollout.admission import check_identity
+from sao_jax.rollout.ledger import check_identity
 
 
 def through_storage(state, arrays):
@@ -117,7 +117,7 @@ def test_progress_after_resuming_with_an_empty_or_a_full_buffer(full):
   sampler = FakeSampler(version=version)
   loop = make_loop(sampler=sampler)
   loop.load_state_dict(*state)
-  assert loop.buffer.admission.capacity == (0 if full else 4)
+  assert loop.buffer.ledger.capacity == (0 if full else 4)
   with Running(loop):
     train(loop, sampler, 4, version=version)
 

@@ -119,6 +119,7 @@ class ModelConfig:
 class AlgorithmConfig:
   """SAO (arXiv 2607.07508): DIS policy loss, skip-observation GAE, K critic updates."""
 
+  advantage: str = "sao"  # sao: skip-observation GAE with a critic | grpo: group-relative, no critic
   epsilon_low: float = 0.3  # deltas, not bounds: keep 1 - epsilon_low < ratio < 1 + epsilon_high
   epsilon_high: float = 5.0
   gamma: float = 1.0
@@ -179,7 +180,8 @@ class SamplerConfig:
 class RolloutConfig:
   """The asynchronous loop: admission, episodes, staleness, packing, placement."""
 
-  batch_size: int = 128  # trajectories per train step, one per prompt
+  batch_size: int = 128  # trajectories per train step
+  group_size: int = 1  # rollouts of each prompt; 1 is single-rollout
   admission_staleness: int = 4  # eta: in flight + buffered + in training <= (eta + 1) * batch_size; 0 is synchronous
   max_staleness: int = 4  # tau, in policy versions, measured on the oldest sampled token at consumption; -1: no bound
   staleness: str = "drop"  # drop | mask: what happens to a trajectory (its over-age tokens) beyond tau

@@ -32,7 +32,7 @@ class Prompt:
 
 
 class Status(enum.Enum):
-  """How an episode ended. Only TERMINATED has a true end state, V(s_n) = 0."""
+  """Ends of an episode. Only TERMINATED has a true end state, V(s_n) = 0."""
 
   TERMINATED = "terminated"
   TRUNCATED_LENGTH = "truncated(length)"  # the per-episode budget of sampled tokens ran out

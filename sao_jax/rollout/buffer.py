@@ -141,14 +141,14 @@ class TrajectoryBuffer:
         if self._ended is not None:
           raise self._ended
         raise TimeoutError(f"{len(self)} of {batch_size} trajectories after {timeout} s: {self.ledger.counters()}")
-      original = self.ledger.take(batch_size)
+      original = self.ledger.hand_out(batch_size)
 
     # Everything in proportion to tokens comes after the lock: the rollout side goes on.
     try:
       used = [self._mask(trajectory, version) for trajectory in original]
       usage = self._use(used, version)
     except BaseException:
-      self.ledger.give_back()
+      self.ledger.take_back()
       raise
     self._in_training.append(usage)
     return self._make_batch(used)

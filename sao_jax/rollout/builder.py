@@ -117,7 +117,7 @@ class TrajectoryBuilder:
       # Per turn, and per segment.
       turn_starts=np.asarray(self._turn_starts, dtype=np.int32),
       segment_starts=np.asarray(self._segment_starts, dtype=np.int32),
-      # Of the whole episode.
+      # Once.
       reward=float(reward),
       status=status,
       key=self._key,

@@ -64,6 +64,8 @@ def check_completion(
   for name, array in (("log-probs", logprobs), ("policy versions", versions)):
     if len(array) != len(ids):
       raise BadEvidence(f"{name} of another length", f"{len(ids)} token ids, {len(array)} {name}")
+
+  # Numbers that a sampler can have recorded.
   _check_logprobs(logprobs)
   _check_versions(versions)
   return ids.astype(np.int32), logprobs.astype(np.float32), versions.astype(np.int32)

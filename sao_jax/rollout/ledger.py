@@ -215,7 +215,7 @@ class Ledger:
     with self.lock:
       return {number: entry.finished for number, entry in self._entries.items() if entry.place is Place.BUFFERED}
 
-  # The way of a rollout: submit, start, then finish, fail or abort; what is finished: take, then done.
+  # The way of a rollout: submit, start, then finish, fail or abort; what is finished: hand_out, then done.
 
   def submit(self, *rollouts: Rollout) -> bool:
     """Enters the rollouts of one prompt as in flight, to be started; False, and nothing happens, without capacity."""
@@ -295,11 +295,13 @@ class Ledger:
       while self._waiting:
         self.abort(self._waiting.popleft())
 
-  def take(self, count: int) -> list[Trajectory]:
+  def hand_out(self, count: int) -> list[Trajectory]:
     """Moves the groups that completed first, of `count` trajectories, into training; in the order of rollout ids."""
     with self.lock:
       if count % self.group_size or count > self.num_ready:
-        raise RuntimeError(f"{count} trajectories in groups of {self.group_size} are wanted, {self.num_ready} are ready")
+        wanted = f"{count} trajectories in groups of {self.group_size}"
+        raise RuntimeError(f"{wanted} are wanted, {self.num_ready} are ready")
+
       groups = [self._ready.popleft() for _ in range(count // self.group_size)]
       batch = sorted(number for group in groups for number in self._members(group))
       for rollout_id in batch:
@@ -307,8 +309,8 @@ class Ledger:
       self._training.append(batch)
       return [self._entries[rollout_id].finished.trajectory for rollout_id in batch]
 
-  def give_back(self) -> None:
-    """Undoes the last `take`; its trajectories become the first again."""
+  def take_back(self) -> None:
+    """Undoes the last `hand_out`; its trajectories become the first again."""
     with self.lock:
       batch = self._training.pop()
       for rollout_id in batch:
@@ -334,9 +336,12 @@ class Ledger:
     A batch in training is saved as buffered, since its step has not finished; what was aborted, as in flight.
     """
     with self.lock:
+      # What to roll out again, and what is there.
       in_flight = {number: entry.rollout for number, entry in self._entries.items() if entry.place is Place.IN_FLIGHT}
       unfinished = sorted((self._aborted | in_flight).items())
       finished = self._finished_in_order()
+
+      # The layout of checkpoints.
       intake = {
         "next_rollout_id": self._next_rollout_id,
         "group_size": self.group_size,
@@ -426,7 +431,7 @@ class Ledger:
     return entry
 
   def _was_cancelled(self, rollout_id: int) -> bool:
-    """Whether a rollout that now reports was cancelled; forgets it, since it reports once."""
+    """Returns whether a rollout that now reports was cancelled; forgets it, since it reports once."""
     cancelled = rollout_id in self._cancelled
     self._cancelled.discard(rollout_id)
     return cancelled
@@ -448,6 +453,7 @@ class Ledger:
         if group in orders:
           orders.remove(group)
 
+      # Every one of the group gets the outcome, wherever it is.
       for rollout_id in range(group, group + self.group_size):
         entry = self._entries.pop(rollout_id, None)
         if entry is None and self._aborted.pop(rollout_id, None) is None:
@@ -455,6 +461,8 @@ class Ledger:
         self._count(outcome, reason if rollout_id in rollout_ids else f"group/{reason}")
         if entry is None:
           continue
+
+        # What has a trajectory leaves the buffer; what waits is never started; what runs has to be stopped.
         if entry.finished is not None:
           removed.append(entry.finished)
         elif rollout_id in self._waiting:

@@ -4,8 +4,8 @@
                        ^                                                                                  |
                        +----------------------- on_version(v): step done, weights published --------------+
 
-An episode that ends frees its place at once; nothing waits for the slowest rollout. A failure costs one rollout, and its
-group. An exception that is not a rollout's own affair stops the loop and reaches the trainer as itself.
+An episode that ends frees its place at once; nothing waits for the slowest rollout. A failure costs one rollout, and
+its group. An exception that is not a rollout's own affair stops the loop and reaches the trainer as itself.
 """
 
 from __future__ import annotations
@@ -225,10 +225,12 @@ class RolloutLoop:
       event_loop.close()
 
   async def _main(self) -> None:
+    # From here on other threads can wake this loop.
     self._awake = asyncio.Event()
     self._event_loop = asyncio.get_running_loop()
     self.ledger.on_capacity, self.ledger.on_cancel = self._wake, self._cancel
     heartbeat = asyncio.create_task(self._heartbeat())
+
     try:
       while not self._stopping and self.error is None:
         self._awake.clear()
@@ -237,7 +239,7 @@ class RolloutLoop:
     except BaseException as error:  # whatever it is, it must reach the main loop
       self._fail(error)
     finally:
-      # From here on nobody wakes this loop: what runs is aborted.
+      # Nobody wakes it any more: what runs is aborted.
       self.ledger.on_capacity, self.ledger.on_cancel = lambda: None, lambda rollout_id: None
       tasks = {heartbeat, *self._tasks.values()}
       for task in tasks:
@@ -278,20 +280,22 @@ class RolloutLoop:
       self.buffer.put(trajectory)
       self._consecutive_failures[rollout.prompt.key.environment] = 0
 
+    # A fault of the environment costs its rollout, and is worth a traceback where nobody expected it.
     except EnvironmentFailure as failure:
       unexpected = isinstance(failure, UnexpectedFailure)
       level = logging.ERROR if unexpected else logging.WARNING
       log.log(level, "rollout %d is dropped: %s", rollout.rollout_id, failure, exc_info=unexpected)
-      self._end(rollout, outcome_of(failure), reason_of(failure), failure)
+      self._count_failure(rollout, outcome_of(failure), reason_of(failure), failure)
 
+    # So does what the sampler recorded and cannot be true.
     except BadEvidence as problem:
       log.warning("rollout %d is filtered: %s", rollout.rollout_id, problem)
-      self._end(rollout, Outcome.FILTERED, problem.reason, problem)
+      self._count_failure(rollout, Outcome.FILTERED, problem.reason, problem)
 
     self._activity.note()
 
   def _reap(self, rollout_id: int, task: asyncio.Task) -> None:
-    """What is left to do when the task of a rollout has ended, however it did."""
+    """Cleans up when the task of a rollout has ended, however it did."""
     del self._tasks[rollout_id]
     if task.cancelled() or task.exception() is not None:
       cut_here = self.ledger.abort(rollout_id)  # else the ledger had it cancelled, with its group
@@ -305,7 +309,7 @@ class RolloutLoop:
       self._lockstep.leave()
     self._awake.set()
 
-  def _end(self, rollout: Rollout, outcome: Outcome, reason: str, problem: Exception) -> None:
+  def _count_failure(self, rollout: Rollout, outcome: Outcome, reason: str, problem: Exception) -> None:
     """Gives a rollout that failed its outcome; too many of them in a row stop the run."""
     if self.ledger.fail(rollout.rollout_id, outcome, reason) is None:
       return  # its group had ended before

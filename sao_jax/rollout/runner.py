@@ -71,6 +71,7 @@ class EpisodeRunner:
     return await self._attempt(rollout)
 
   async def _attempt(self, rollout: Rollout) -> Trajectory:
+    # Nothing of an attempt before is used again.
     environment = self._new_environment(rollout.prompt.key.environment)
     session_id = self._sampler.new_session()
     try:

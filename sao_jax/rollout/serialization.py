@@ -24,6 +24,7 @@ def trajectories_to_state(trajectories: list[Trajectory]) -> tuple[list[dict[str
 
   Without trajectories there are no arrays at all, for checkpoint formats that refuse empty ones.
   """
+  # Small facts go into a record each.
   records = [
     {
       "length": len(trajectory),
@@ -55,6 +56,8 @@ def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.
   trajectories, start, routed = [], 0, 0  # where the next trajectory's tokens, and its experts, begin
   for record in records:
     end = start + record["length"]
+
+    # Its part of every array.
     tokens = {name: np.asarray(arrays[name][start:end], dtype=dtype) for name, dtype in TOKEN_FIELDS.items()}
     trained, experts = tokens.pop("trained"), None
     if record.get("routed"):  # states from before routers were recorded do not say

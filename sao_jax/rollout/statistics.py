@@ -34,7 +34,7 @@ def length_bucket(num_sampled: int) -> int:
 
 
 class Usage(NamedTuple):
-  """What one train step is given, in numbers; made without a lock, since it reads every token.
+  """The trajectories that one train step is given, in numbers; made without a lock, since that reads every token.
 
   Attributes:
     outcomes: how many of its trajectories become what, with the reason.

@@ -31,9 +31,8 @@ from sao_jax.report.metrics import DelayedFetch, MetricsWriter, drop_lines_after
 from sao_jax.report.page import EPISODES_FILE
 from sao_jax.report.progress import Progress
 from sao_jax.training import phases
-from sao_jax.training.consumed import Record
 from sao_jax.training.heap import settled_heap
-from sao_jax.training.rollouts import POLL, StepMetrics, make_rollout_loop, take
+from sao_jax.training.rollouts import POLL, Rollouts, make_rollouts
 from sao_jax.types import TrainState
 
 COMPILING_STEPS = 2  # after so many steps of a process everything is compiled, for the rest of the run
@@ -111,9 +110,7 @@ class _Run:
     """Trains from `step` to the end of the phase."""
     config, phase, first_step = self.config, self.phase, step
     published, version = self.publish(state.policy.params), phase.version(step)
-    deterministic, restored_step = config.rollout.deterministic, None if host_state is None else step
-    record = Record(self.workdir, phase.name)
-    record.forget_after(step)
+    restored_step = None if host_state is None else step
     drop_lines_after(self.workdir / EPISODES_FILE, phase.name, restored_step)
     with (
       CompiledSteps(self.learner, phase.kinds(step)) as train_step,
@@ -132,64 +129,59 @@ class _Run:
     ):
       if config.training.audit:
         self.audit(service, state)
-      rollouts = make_rollout_loop(self.learner, service, phase.name, version)
+      rollouts = make_rollouts(
+        self.learner, service, self.workdir, phase.name, step, version, self.interrupt, look=pinned.check
+      )
       if host_state is not None:
         rollouts.load_state_dict(*host_state["rollouts"])
         self.explained_variance = host_state["explained_variance"]
       if self.evaluates(version) and version not in evaluated_versions(self.workdir, phase.name):
         pinned.start(published, version, step)
-      rollouts.start()
       consistent = True  # whether `state` and `rollouts` are those of `step`, so that they can be saved
       delayed = DelayedFetch()
       unrecorded: Trajectory | None = None  # an episode of the last step, unless one of it is recorded
-      try:
-        step_metrics = StepMetrics(rollouts)
-        while step < phase.steps and not self.plateaued(step):
-          batch = take(rollouts, config.rollout.batch_size, version, self.interrupt, look=pinned.check)
-          updates_policy = phase.updates_policy(step)
-          if batch is None or not self.compiled(train_step, batch.rows, updates_policy, step - first_step, rollouts):
-            break
-          consistent = False
-          state, metrics = train_step(state, batch.rows, update_policy=updates_policy)
-          step, version = step + 1, phase.version(step + 1)
-          if config.rollout.record or deterministic:
-            record.write(step, batch.trajectories)
-          metrics |= step_metrics.read(batch.trajectories) | {"policy_version": version}
-          self.log(delayed.push(step, metrics), writer, progress)
-          if updates_policy:
-            # The sampler would stall on weights that are still being computed: it goes on with the old ones until then.
-            published = jax.block_until_ready(self.publish(state.policy.params))
-          if deterministic:
-            rollouts.settle()  # what was begun under a version ends under it
-          if updates_policy:
-            service.publish(published, version)
-          rollouts.on_version(version)
-          consistent = True
-          evaluates, saves = updates_policy and self.evaluates(version), self.checkpointer.due(step)
-          # Before a save, since the weights of an older version are in no checkpoint: it could not be begun again.
-          self.collect(pinned, writer, rollouts, wait=evaluates or (saves and pinned.version != version))
-          if evaluates and pinned.version is None:
-            pinned.start(published, version, step)
-          unrecorded = batch.trajectories[0]
-          if saves or step == 1 or step % max(1, phase.steps // 3) == 0:
+      with rollouts:
+        try:
+          while step < phase.steps and not self.plateaued(step):
+            batch = rollouts.take(version)
+            updates_policy = phase.updates_policy(step)
+            if batch is None or not self.compiled(train_step, batch.rows, updates_policy, step - first_step, rollouts):
+              break
+            consistent = False
+            state, metrics = train_step(state, batch.rows, update_policy=updates_policy)
+            step, version = step + 1, phase.version(step + 1)
+            metrics |= rollouts.metrics(batch.trajectories) | {"policy_version": version}
+            self.log(delayed.push(step, metrics), writer, progress)
+            if updates_policy:
+              # The sampler would stall on weights that are still being computed.
+              published = jax.block_until_ready(self.publish(state.policy.params))
+              rollouts.publish(published, version)
+            else:
+              rollouts.on_version(version)
+            consistent = True
+            evaluates, saves = updates_policy and self.evaluates(version), self.checkpointer.due(step)
+            # Before a save, since the weights of an older version are in no checkpoint: it could not be begun again.
+            self.collect(pinned, writer, rollouts, wait=evaluates or (saves and pinned.version != version))
+            if evaluates and pinned.version is None:
+              pinned.start(published, version, step)
+            unrecorded = batch.trajectories[0]
+            if saves or step == 1 or step % max(1, phase.steps // 3) == 0:
+              record_episode(config, self.workdir, phase.name, step, unrecorded)
+              unrecorded = None
+            if saves:
+              self.log(delayed.flush(), writer, progress)
+              self.save(step, state, rollouts)
+          if unrecorded is not None:
             record_episode(config, self.workdir, phase.name, step, unrecorded)
-            unrecorded = None
-          if saves:
+          self.log(delayed.flush(), writer, progress)
+          self.collect(pinned, writer, rollouts, wait=True)
+        except Exception:
+          if consistent:
+            logging.error("Something failed; what was trained is saved: step %d.", step)
             self.log(delayed.flush(), writer, progress)
             self.save(step, state, rollouts)
-        if unrecorded is not None:
-          record_episode(config, self.workdir, phase.name, step, unrecorded)
-        self.log(delayed.flush(), writer, progress)
-        self.collect(pinned, writer, rollouts, wait=True)
-      except Exception:
-        if consistent:
-          logging.error("Something failed; what was trained is saved: step %d.", step)
-          self.log(delayed.flush(), writer, progress)
-          self.save(step, state, rollouts)
-          self.checkpointer.wait()
-        raise
-      finally:
-        rollouts.stop()
+            self.checkpointer.wait()
+          raise
       if pinned.version not in (None, version):
         logging.warning("The evaluation of version %d was interrupted: it is lost.", pinned.version)
       self.save(step, state, rollouts)
@@ -198,7 +190,7 @@ class _Run:
       logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
     return Result(state, step, self.interrupt.requested, self.evaluation)
 
-  def compiled(self, train_step: CompiledSteps, rows, update_policy: bool, steps_done: int, rollouts) -> bool:
+  def compiled(self, train_step: CompiledSteps, rows, update_policy: bool, steps_done: int, rollouts: Rollouts) -> bool:
     """Waits for the step's program, and in the third step of a process for all of them; False when interrupted."""
     wanted = None if steps_done == COMPILING_STEPS else rows
     while not train_step.ready(wanted, update_policy=update_policy, timeout=POLL):

@@ -21,6 +21,7 @@ from toys.rollout_fakes import (
   make_buffer,
   make_loop,
   make_trajectory,
+  submit,
   train,
 )
 from toys.sampler_fakes import drain, make, request
@@ -333,7 +334,7 @@ def simulate(staleness: str, tau: int, steps: int = 200) -> dict:
   running: list[tuple[float, int, float]] = []
   now, count, version, published = 0.0, 0, 0, [0.0]
   while version < steps:
-    while len(running) < 32 and buffer.ledger.submit():
+    while len(running) < 32 and submit(buffer.ledger, count):
       latency = float(rng.lognormal(sigma=1.5))
       heapq.heappush(running, (now + latency, count, latency))
       count += 1

@@ -49,18 +49,28 @@ class Result:
   evaluation: Evaluation | None
 
 
-def pretrain_value(config: RunConfig, workdir: str | os.PathLike) -> Result:
-  """Trains the critic, attention too, on rollouts of the frozen initial policy until explained variance plateaus."""
+def pretrain_value(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = False) -> Result:
+  """Trains the critic, attention too, on rollouts of the frozen initial policy until explained variance plateaus.
+
+  `validated`: as in `train`.
+  """
   config = dataclasses.replace(config, critic_optimizer=config.value_pretraining.optimizer)
-  return run_phase(config, pathlib.Path(workdir), phases.value_pretraining(config), freeze=False)
+  phase = phases.value_pretraining(config)
+  return run_phase(config, pathlib.Path(workdir), phase, freeze=False, validated=validated)
 
 
-def train(config: RunConfig, workdir: str | os.PathLike) -> Result:
-  """Trains policy and critic with asynchronous SAO; goes on where an earlier run in `workdir` stopped."""
-  return run_phase(config, pathlib.Path(workdir), phases.reinforcement_learning(config), freeze=True)
+def train(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = False) -> Result:
+  """Trains policy and critic with asynchronous SAO; goes on where an earlier run in `workdir` stopped.
+
+  `validated`: the caller has called `validate`, as launchers do before they write to `workdir`.
+  """
+  phase = phases.reinforcement_learning(config)
+  return run_phase(config, pathlib.Path(workdir), phase, freeze=True, validated=validated)
 
 
-def run_phase(config: RunConfig, workdir: pathlib.Path, phase: phases.Phase, *, freeze: bool) -> Result:
+def run_phase(
+  config: RunConfig, workdir: pathlib.Path, phase: phases.Phase, *, freeze: bool, validated: bool = False
+) -> Result:
   """Runs a phase to its end, or to an interruption, from its newest checkpoint if it has one.
 
   Args:
@@ -68,8 +78,10 @@ def run_phase(config: RunConfig, workdir: pathlib.Path, phase: phases.Phase, *, 
     workdir: holds `<phase>/` (checkpoints) and the metrics of all phases.
     phase: what to run.
     freeze: whether the critic's frozen set applies.
+    validated: as in `train`.
   """
-  validate(config, training=True)
+  if not validated:
+    validate(config, training=True)
   learner = make_learner(config, freeze=freeze)
   check_buckets(config.rollout, config.sampler.context_length, rows_multiple(learner))
   check_prompts(config)

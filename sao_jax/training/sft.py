@@ -116,9 +116,13 @@ class Demonstrations:
     )
 
 
-def sft(config: RunConfig, workdir: str | os.PathLike) -> PyTree:
-  """Runs the phase to its end, or to an interruption, from its newest checkpoint; returns the policy's parameters."""
-  validate(config, training=True)
+def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = False) -> PyTree:
+  """Runs the phase to its end, or to an interruption, from its newest checkpoint; returns the policy's parameters.
+
+  `validated`: the caller has called `validate`.
+  """
+  if not validated:
+    validate(config, training=True)
   workdir = pathlib.Path(workdir)
   config = dataclasses.replace(config, policy_optimizer=config.sft.optimizer)
   learner = make_learner(config)

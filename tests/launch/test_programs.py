@@ -14,7 +14,7 @@ from toys.paths import REPOSITORY
 
 from sao_jax.report.metrics import read_metrics
 
-COMMON = ("--config=tests/training_toy.py", "--config.algorithm.critic_warmup_steps=1")
+COMMON = ("--config=tests/toys/training_toy.py", "--config.algorithm.critic_warmup_steps=1")
 
 
 def start(program, workdir, *flags):

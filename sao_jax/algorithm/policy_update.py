@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,15 @@ from sao_jax.algorithm.reductions import masked_count, masked_mean
 from sao_jax.algorithm.router_metrics import router_metrics
 from sao_jax.algorithm.updates import Leaves, Update, accumulate_gradients, guarded_update
 from sao_jax.config import AlgorithmConfig
-from sao_jax.types import NetworkState, PyTree, RouterStatistics, TrajectoryBatch
+from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrajectoryBatch
 
-# (params, batch) -> (log π [B, T], entropy [B, T]), or these two and RouterStatistics
-PolicyApply = Callable[[PyTree, TrajectoryBatch], tuple[Any, ...]]
+PolicyApply = Callable[[PyTree, TrajectoryBatch], PolicyOutputs]
 
 
 class PolicyFit(NamedTuple):
-  """What the update leaves behind: log π and entropy of every token, and the routers' work, read before the update."""
+  """The update, and the policy's outputs before it."""
 
-  logprobs: Float[Array, "B T"]
-  entropy: Float[Array, "B T"]
-  router: RouterStatistics | None
+  outputs: PolicyOutputs
   update: Update
 
 
@@ -46,11 +43,11 @@ def fit_policy(
   num_tokens = masked_count(mask)
   leaves = trainable_leaves(policy.params, frozen_paths)
 
-  def loss_fn(leaves: Leaves, inputs: PyTree) -> tuple[Float[Array, ""], tuple[Any, ...]]:
+  def loss_fn(leaves: Leaves, inputs: PyTree) -> tuple[Float[Array, ""], PolicyOutputs]:
     rows, rows_mask, rows_advantages = inputs
-    logprobs, entropy, *router = policy_apply(replace_leaves(policy.params, leaves), rows)
+    outputs = policy_apply(replace_leaves(policy.params, leaves), rows)
     loss, _ = dis_policy_loss(
-      logprobs,
+      outputs.logprobs,
       rows.behavior_logprobs,
       rows_advantages,
       rows_mask,
@@ -58,13 +55,13 @@ def fit_policy(
       epsilon_high=config.epsilon_high,
       denominator=num_tokens,
     )
-    return loss, (logprobs, entropy, *router)
+    return loss, outputs
 
   inputs = (batch, mask, jax.lax.stop_gradient(advantages))
-  loss, (logprobs, entropy, *router), grads = accumulate_gradients(loss_fn, leaves, inputs, config.micro_batches)
-  allowed = (num_tokens > 0.0) & jnp.all(jnp.isfinite(log_ratios(logprobs, batch.behavior_logprobs, mask)))
+  loss, outputs, grads = accumulate_gradients(loss_fn, leaves, inputs, config.micro_batches)
+  allowed = (num_tokens > 0.0) & jnp.all(jnp.isfinite(log_ratios(outputs.logprobs, batch.behavior_logprobs, mask)))
   policy, update = guarded_update(policy, leaves, grads, optimizer, loss, allowed)
-  return policy, PolicyFit(logprobs, entropy, router[0] if router else None, update)
+  return policy, PolicyFit(outputs, update)
 
 
 def policy_metrics(
@@ -76,19 +73,19 @@ def policy_metrics(
   max_lag: int,
 ) -> dict[str, Array]:
   """Ratio, rejection, entropy and router figures of the policy before its update; see `diagnostics`."""
-  log_ratio = log_ratios(fit.logprobs, batch.behavior_logprobs, mask)
+  log_ratio = log_ratios(fit.outputs.logprobs, batch.behavior_logprobs, mask)
   weights, low, high = dis_weights(log_ratio, mask, epsilon_low=config.epsilon_low, epsilon_high=config.epsilon_high)
   delta = jnp.abs(log_ratio)
   return {
     "policy_loss": fit.update.loss,
     "policy_grad_norm": fit.update.grad_norm,
     "policy_updates_skipped": (~fit.update.applied).astype(jnp.float32),
-    "entropy": masked_mean(fit.entropy, mask),
+    "entropy": masked_mean(fit.outputs.entropy, mask),
     "rejected_low": masked_mean(low, mask),
     "rejected_high": masked_mean(high, mask),
     "effective_sample_size": diagnostics.effective_sample_size(weights, mask),
     "delta_logprob": masked_mean(delta, mask),
     "delta_logprob_by_lag": diagnostics.mean_by_lag(delta, lags, mask, max_lag=max_lag),
     **diagnostics.ratio_quantiles(log_ratio, mask),
-    **(router_metrics(fit.router) if fit.router else {}),
+    **(router_metrics(fit.outputs.router) if fit.outputs.router else {}),
   }

@@ -64,8 +64,7 @@ def make_train_step(
 
   Args:
     config: static.
-    policy_apply: `(params, batch) -> (logprobs, entropy)`, both [B, T], token-aligned, fp32; `RouterStatistics` may
-      follow, and are then reported.
+    policy_apply: `(params, batch) -> PolicyOutputs`, token-aligned, fp32.
     value_apply: `(params, batch) -> outputs [B, T, O]`, state-aligned, fp32; O as the value head of `config` says.
     policy_optimizer: of the policy.
     value_optimizer: of the critic.
@@ -103,7 +102,7 @@ def make_train_step(
       config, policy_apply, policy_optimizer, frozen_policy_paths, policy, batch, mask, advantages
     )
     if balance_routers is not None:
-      balanced = balance_routers(policy.params, jnp.sum(policy_fit.router.load, axis=0))
+      balanced = balance_routers(policy.params, jnp.sum(policy_fit.outputs.router.load, axis=0))
       keep = lambda new, old: jnp.where(policy_fit.update.applied, new, old)
       policy = policy.replace(params=jax.tree.map(keep, balanced, policy.params))
     metrics = policy_metrics(config, policy_fit, batch, mask, lags, max_lag)

@@ -19,12 +19,12 @@ from sao_jax.algorithm.train_step import TrainStep, init_train_state, make_train
 from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import MeshConfig, RunConfig
 from sao_jax.errors import ConfigError
+from sao_jax.models.critic import critic_specs, frozen_critic_paths, make_critic_apply
 from sao_jax.models.lora import lora_scale, lora_specs, merge_lora
 from sao_jax.models.policy import make_policy_apply
 from sao_jax.models.router import router_bias_paths, update_router_bias
 from sao_jax.models.sparse_attention import indexer_paths
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import frozen_value_paths, make_value_apply, value_param_specs
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
 from sao_jax.parallel.params import abstract_params, init_params, param_shardings, path_name, path_names
 from sao_jax.parallel.publish import make_publish
@@ -43,7 +43,6 @@ class Learner:
     mesh: the learner's mesh.
     policy_specs, value_specs: parameter declarations of the two networks.
     policy_apply, value_apply: what the two networks compute of a batch.
-    step_policy_apply: `policy_apply` as the train step takes it: with the routers' statistics, if there are any.
     policy_optimizer, value_optimizer: optax transformations.
     frozen_paths: leaves of the value network that do not train.
     frozen_policy_paths: and of the policy.
@@ -54,7 +53,6 @@ class Learner:
   policy_specs: PyTree
   value_specs: PyTree
   policy_apply: Callable
-  step_policy_apply: Callable
   value_apply: Callable
   policy_optimizer: optax.GradientTransformation
   value_optimizer: optax.GradientTransformation
@@ -97,18 +95,17 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
   if config.model.lora.rank:
     policy_specs = base_specs | {"lora": lora_specs(base_specs, config.model.lora)}
     frozen_policy = frozenset({*path_names(base_specs), "lora/scale"})
-  value_specs = value_param_specs(config.model, head.num_outputs, algorithm.value_head_initializer)
+  value_specs = critic_specs(config.model, head.num_outputs, algorithm.value_head_initializer)
   for specs in (policy_specs, value_specs):
     check_mesh_divides_model(mesh, specs, DEFAULT_RULES)
   model_mesh = mesh if mesh.size > 1 else None
-  policy_apply = functools.partial(
-    make_policy_apply,
+  policy_apply = make_policy_apply(
     config.model,
     temperature=config.sampler.temperature,
     chunk=algorithm.logprob_chunk,
     mesh=model_mesh,
   )
-  frozen = frozen_value_paths(
+  frozen = frozen_critic_paths(
     config.model,
     attention=freeze and algorithm.freeze_attention,
     router=freeze and algorithm.freeze_router,
@@ -119,9 +116,8 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
     mesh=mesh,
     policy_specs=policy_specs,
     value_specs=value_specs,
-    policy_apply=policy_apply(),
-    step_policy_apply=policy_apply(router_statistics=config.model.num_moe_layers > 0),
-    value_apply=make_value_apply(config.model, mesh=model_mesh),
+    policy_apply=policy_apply,
+    value_apply=make_critic_apply(config.model, mesh=model_mesh),
     policy_optimizer=make_optimizer(config.policy_optimizer),
     value_optimizer=make_optimizer(config.critic_optimizer, algorithm.value_updates),
     frozen_paths=frozen,
@@ -209,7 +205,7 @@ def make_step(learner: Learner, *, update_policy: bool = True) -> TrainStep:
   rate = algorithm.router_bias_update
   return make_train_step(
     algorithm,
-    learner.step_policy_apply,
+    learner.policy_apply,
     learner.value_apply,
     learner.policy_optimizer,
     learner.value_optimizer,

@@ -23,8 +23,8 @@ from sao_jax.learner.setup import (
   make_state,
   sharded_specs,
 )
+from sao_jax.models.critic import critic_params_from_policy
 from sao_jax.models.lora import merge_lora
-from sao_jax.models.value import value_params_from_policy
 from sao_jax.types import PyTree, TrainState
 
 PHASES = SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"
@@ -172,7 +172,7 @@ def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, ph
       logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")
     key = jax.random.key(config.training.seed)
     merged = merge_lora(policy, keep_dtype=True)
-    critic = value_params_from_policy(merged, config.model, num_outputs, config.algorithm.value_head_initializer, key)
+    critic = critic_params_from_policy(merged, config.model, num_outputs, config.algorithm.value_head_initializer, key)
   return make_state(learner, policy, critic)
 
 

@@ -41,11 +41,11 @@ def sft_loss(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch) -> 
   Returns:
     The loss and the metrics.
   """
-  logprobs, entropy = policy_apply(params, batch)
+  outputs = policy_apply(params, batch)
   mask = batch.action_mask
   count = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
-  loss = -jnp.sum(jnp.where(mask, logprobs, 0.0), dtype=jnp.float32) / count
-  mean_entropy = jnp.sum(jnp.where(mask, entropy, 0.0), dtype=jnp.float32) / count
+  loss = -jnp.sum(jnp.where(mask, outputs.logprobs, 0.0), dtype=jnp.float32) / count
+  mean_entropy = jnp.sum(jnp.where(mask, outputs.entropy, 0.0), dtype=jnp.float32) / count
   return loss, {"sft_loss": loss, "entropy": mean_entropy, "num_sampled_tokens": count}
 
 

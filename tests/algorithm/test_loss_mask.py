@@ -42,7 +42,7 @@ def test_both_losses_leave_them_out():
   batch = toy.pack([[t] for t in toys], 32)
   state, metrics = run(SINGLE, batch)
   outputs = np.asarray(toy.value_apply(toy.value_params(), batch))[..., 0]
-  logprobs = np.asarray(toy.policy_apply(toy.policy_params(), batch)[0])
+  logprobs = np.asarray(toy.policy_apply(toy.policy_params(), batch).logprobs)
   advantages, errors, terms, lags = [], [], [], []
   for row, t in enumerate(toys):
     length, trained = len(t.token_ids), t.loss_mask

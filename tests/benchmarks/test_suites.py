@@ -17,7 +17,7 @@ from sao_jax.benchmarks import generation, learning, recompilation, suites, timi
 from sao_jax.benchmarks.scale import FULL, QUICK
 from sao_jax.config import ModelConfig
 from sao_jax.learner import setup
-from sao_jax.models.value import frozen_value_paths
+from sao_jax.models.critic import frozen_critic_paths
 from sao_jax.training import loop
 
 
@@ -51,7 +51,7 @@ def test_flops_of_a_dense_model_by_hand():
   assert timing.decode_flops(SMALL) == 2 * (ATTENTION + feed_forward + head)
   everything = 2 * (ATTENTION + feed_forward) + head + value_head
   assert timing.train_flops(SMALL) == 6 * everything
-  assert timing.train_flops(SMALL, frozen_value_paths(SMALL)) == 6 * everything - 2 * ATTENTION
+  assert timing.train_flops(SMALL, frozen_critic_paths(SMALL)) == 6 * everything - 2 * ATTENTION
 
 
 def test_flops_of_experts_count_the_active_ones():

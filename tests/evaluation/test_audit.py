@@ -30,7 +30,7 @@ def evidence():
   params = init_params(param_specs(MODEL), jax.random.key(0))
   params["head"] = 20.0 * params["head"]  # opinions strong enough that a temperature shows
   batch = jax.tree.map(jnp.asarray, pack(make_trajectories(), (32,), (16,)))
-  logprobs, _ = jax.jit(make_policy_apply(MODEL))(params, batch)
+  logprobs = jax.jit(make_policy_apply(MODEL))(params, batch).logprobs
   return params, batch.replace(behavior_logprobs=jnp.where(batch.action_mask, logprobs, jnp.nan))
 
 

@@ -143,7 +143,7 @@ def policy_logprobs():
   model = training_toy.replace(training_toy.get_config(), model={"initializer_range": 0.5}).model
   params = init_params(param_specs(model), jax.random.key(0))
   apply = jax.jit(make_policy_apply(model))
-  return lambda batch: np.asarray(apply(params, jax.tree.map(jnp.asarray, batch))[0])
+  return lambda batch: np.asarray(apply(params, jax.tree.map(jnp.asarray, batch)).logprobs)
 
 
 def test_positions_of_a_row_that_is_padded_on_the_left(policy_logprobs):

@@ -135,7 +135,7 @@ def test_the_learner_reads_segments_as_the_sampler_wrote_them(model, kv_after_pu
     trajectory = asyncio.run(run_episode(environment, Prompt(KEY, {}), service.generate, 5, limits, session_id=0))
   assert trajectory.status is Status.TERMINATED
   batch = pack([trajectory], (128,), (1,))
-  logprobs, _ = make_policy_apply(config, temperature=1.0, chunk=128)(params, batch)
+  logprobs = make_policy_apply(config, temperature=1.0, chunk=128)(params, batch).logprobs
   mask = batch.action_mask
   np.testing.assert_allclose(np.asarray(logprobs)[mask], batch.behavior_logprobs[mask], atol=1e-4)
   first, second = (trajectory.token_ids[start + 2 :].tolist() for start in trajectory.segment_starts)

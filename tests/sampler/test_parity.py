@@ -75,7 +75,7 @@ def test_packed_rows_equal_the_sampler(model):
   assert batch.trajectory_ids.max() == 5
   assert any(len(set(record.versions) - {-1}) == 2 for record in records)
   for version, params in enumerate((params_of(model), params_of(model, seed=9))):
-    logprobs = np.asarray(policy_apply(model)(params, batch)[0])
+    logprobs = np.asarray(policy_apply(model)(params, batch).logprobs)
     where = batch.policy_version == version
     assert where.sum() > 10
     np.testing.assert_allclose(logprobs[where], batch.behavior_logprobs[where], atol=1e-4)
@@ -126,7 +126,7 @@ def test_a_publish_after_an_optimiser_step_reaches_the_sampler():
   model, params = MOE, params_of(MOE)
   probe = Record([], 0, ids=list(prompt(65, 123)), mask=[False] + [True] * 64, logprobs=[-1.0] * 65, versions=[0] * 65)
   rows = pack([trajectory(probe)], (65,), (1,))
-  learner = jax.jit(lambda params: policy_apply(model)(params, rows)[0][0, 1:])
+  learner = jax.jit(lambda params: policy_apply(model)(params, rows).logprobs[0, 1:])
   sampler = lambda: sampler_logprobs(engine.params, model, jnp.asarray(probe.ids, jnp.int32))
 
   engine = Engine(params, model, SMALL, seed=0)

@@ -12,7 +12,7 @@ import numpy as np
 from sao_jax.algorithm.optimizer import make_optimizer
 from sao_jax.algorithm.train_step import init_train_state, make_train_step
 from sao_jax.config import AlgorithmConfig, OptimizerConfig
-from sao_jax.types import TrainState, TrajectoryBatch
+from sao_jax.types import PolicyOutputs, TrainState, TrajectoryBatch
 
 VOCABULARY, WIDTH = 7, 4
 FROZEN = frozenset({"layers/attention/q", "layers/attention/q_norm"})
@@ -89,14 +89,14 @@ def policy_params(seed: int = 0) -> dict:
   }
 
 
-def policy_apply(params: dict, batch: TrajectoryBatch) -> tuple[jax.Array, jax.Array]:
+def policy_apply(params: dict, batch: TrajectoryBatch) -> PolicyOutputs:
   """log π(token t | token t-1) and the entropy, 0 on first tokens of segments."""
   logits = jax.nn.log_softmax(params["embed"][batch.token_ids] @ params["head"])
   logits = jnp.concatenate([jnp.zeros_like(logits[:, :1]), logits[:, :-1]], axis=1)
   logprobs = jnp.take_along_axis(logits, batch.token_ids[..., None], axis=-1)[..., 0]
   entropy = -jnp.sum(jnp.exp(logits) * logits, axis=-1)
   valid = batch.positions > 0
-  return jnp.where(valid, logprobs, 0.0), jnp.where(valid, entropy, 0.0)
+  return PolicyOutputs(jnp.where(valid, logprobs, 0.0), jnp.where(valid, entropy, 0.0))
 
 
 def value_params(seed: int = 1, outputs: int = 1) -> dict:

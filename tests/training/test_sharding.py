@@ -11,7 +11,7 @@ from toys.trajectories import make_trajectories
 from sao_jax.algorithm.train_step import make_train_step
 from sao_jax.learner import setup
 from sao_jax.learner.packing import pack, shard_batch
-from sao_jax.models.value import value_params_from_policy
+from sao_jax.models.critic import critic_params_from_policy
 
 MESHES = {
   "data=8": {"data": 8, "fsdp": 1},
@@ -34,7 +34,7 @@ def three_steps(config, devices):
   """The gradients (from Adam's first moments after one step), the state after three steps, and all metrics."""
   learner = setup.make_learner(config, tuple(devices))
   policy = setup.init_policy_params(learner, seed=0)
-  state = setup.make_state(learner, policy, value_params_from_policy(policy, config.model))
+  state = setup.make_state(learner, policy, critic_params_from_policy(policy, config.model))
   step = make_train_step(
     config.algorithm,
     learner.policy_apply,

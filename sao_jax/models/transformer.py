@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.errors import ConfigError
 from sao_jax.models.latent_attention import LatentAttend, latent_attention, latent_specs, no_selection
 from sao_jax.models.linear import feed_forward, linear, rms_norm
 from sao_jax.models.lora import add_lora, lora_of
@@ -188,9 +187,6 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
 
   `straight`: it is not the body of a loop, or of one that the compiler dissolves. It would then see that the backward
   pass computes what the forward pass has, and keep that after all, so a barrier is put between them.
-
-  Raises:
-    ConfigError: another policy.
   """
   if remat == "none":
     return layer
@@ -198,8 +194,6 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   }
-  if remat not in policies:
-    raise ConfigError("model.remat", f"{remat!r} is not known.", "choose none, dots or full.")
   return jax.checkpoint(layer, policy=policies[remat], prevent_cse=straight)
 
 

@@ -58,29 +58,11 @@ def data_shards(mesh: Mesh, rules: AxisRules) -> int:
   return math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch"))
 
 
-def check_sampler_config(config: SamplerConfig, shards: int = 1) -> None:
-  """Refuses sizes that cannot work, alone or with slots split over `shards` devices.
-
-  Raises:
-    ConfigError: naming the field.
-  """
-  for name in ("num_slots", "context_length", "decode_steps", "decode_batch", "prefill_batch"):
-    if getattr(config, name) < 1:
-      raise ConfigError(f"sampler.{name}", f"it is {getattr(config, name)}.", "use a positive number.")
+def check_slots(config: SamplerConfig, shards: int) -> None:
+  """Raises ConfigError when the slots do not split evenly over `shards` devices."""
   if config.num_slots % shards:
     raise ConfigError(
       "sampler.num_slots",
       f"{config.num_slots} slots cannot be split over {shards} devices of the mesh's data axes.",
       f"use a multiple of {shards}.",
-    )
-  for name in ("prefill_buckets", "window_buckets"):
-    if any(size < 1 for size in getattr(config, name)):
-      raise ConfigError(f"sampler.{name}", f"it is {getattr(config, name)}.", "use positive sizes.")
-  if not config.prefill_buckets:
-    raise ConfigError("sampler.prefill_buckets", "it is empty.", "name at least one padded length, as (16, 64).")
-  if config.kv_after_publish not in ("keep", "reprefill"):
-    raise ConfigError("sampler.kv_after_publish", f"it is {config.kv_after_publish!r}.", "use 'keep' or 'reprefill'.")
-  if not 0 < config.top_p <= 1 or config.top_k < 0:
-    raise ConfigError(
-      "sampler.top_p", f"top_p={config.top_p}, top_k={config.top_k}.", "use 0 < top_p <= 1 and top_k >= 0 (0: off)."
     )

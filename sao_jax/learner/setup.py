@@ -25,10 +25,10 @@ from sao_jax.models.policy import make_policy_apply
 from sao_jax.models.router import router_bias_paths, update_router_bias
 from sao_jax.models.sparse_attention import indexer_paths
 from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
-from sao_jax.parallel.params import abstract_params, init_params, param_shardings, path_name, path_names
+from sao_jax.parallel.params import abstract_params, init_params, path_name, path_names
 from sao_jax.parallel.publish import make_publish
-from sao_jax.parallel.rules import DEFAULT_RULES
 from sao_jax.types import NetworkState, PyTree, TrainState
 
 LAG_BINS = 8  # of the metrics by lag, at least
@@ -88,6 +88,7 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
   `freeze=False` trains the critic's attention too: value pretraining, before RL.
   """
   mesh = make_mesh(config.mesh, devices or place(config).learner)
+  layout = Layout(mesh)
   algorithm = config.algorithm
   head = make_value_head(algorithm)
   policy_specs = base_specs = param_specs(config.model)
@@ -97,13 +98,12 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
     frozen_policy = frozenset({*path_names(base_specs), "lora/scale"})
   value_specs = critic_specs(config.model, head.num_outputs, algorithm.value_head_initializer)
   for specs in (policy_specs, value_specs):
-    check_mesh_divides_model(mesh, specs, DEFAULT_RULES)
-  model_mesh = mesh if mesh.size > 1 else None
+    check_mesh_divides_model(layout, specs)
   policy_apply = make_policy_apply(
     config.model,
     temperature=config.sampler.temperature,
     chunk=algorithm.logprob_chunk,
-    mesh=model_mesh,
+    layout=layout,
   )
   frozen = frozen_critic_paths(
     config.model,
@@ -117,7 +117,7 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
     policy_specs=policy_specs,
     value_specs=value_specs,
     policy_apply=policy_apply,
-    value_apply=make_critic_apply(config.model, mesh=model_mesh),
+    value_apply=make_critic_apply(config.model, layout=layout),
     policy_optimizer=make_optimizer(config.policy_optimizer),
     value_optimizer=make_optimizer(config.critic_optimizer, algorithm.value_updates),
     frozen_paths=frozen,
@@ -127,15 +127,12 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
 
 def rows_multiple(learner: Learner) -> int:
   """What the number of packed rows of a batch must be a multiple of: micro-batches times data shards."""
-  shards = 1
-  for axis in DEFAULT_RULES.mesh_axes("batch"):
-    shards *= learner.mesh.shape[axis]
-  return learner.config.algorithm.micro_batches * shards
+  return learner.config.algorithm.micro_batches * Layout(learner.mesh).shards("batch")
 
 
 def init_sharded(specs: PyTree, mesh: Mesh, seed: int) -> PyTree:
   """Initial parameters, created on the mesh."""
-  shardings = param_shardings(specs, mesh)
+  shardings = Layout(mesh).param_shardings(specs)
   return jax.jit(lambda key: init_params(specs, key), out_shardings=shardings)(jax.random.key(seed))
 
 
@@ -149,7 +146,7 @@ def sharded_specs(specs: PyTree, mesh: Mesh) -> PyTree:
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
     abstract_params(specs),
-    param_shardings(specs, mesh),
+    Layout(mesh).param_shardings(specs),
   )
 
 
@@ -175,7 +172,7 @@ def abstract_state(learner: Learner) -> TrainState:
     # A leaf belongs to a parameter when its path ends with the parameter's name, as in mu/<name>.
     named = {
       path_name(path): sharding
-      for path, sharding in jax.tree_util.tree_leaves_with_path(param_shardings(specs, learner.mesh))
+      for path, sharding in jax.tree_util.tree_leaves_with_path(Layout(learner.mesh).param_shardings(specs))
     }
 
     def place_leaf(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -246,7 +243,7 @@ def make_publisher(learner: Learner) -> Callable[[PyTree], PyTree]:
   if sampler_mesh is None:
     target = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(devices[0]), specs)
   else:
-    target = param_shardings(specs, sampler_mesh)
+    target = Layout(sampler_mesh).param_shardings(specs)
   dtypes = jax.tree.map(lambda spec: spec.compute_dtype or learner.config.model.dtype, specs)
   return make_publish(target, dtypes, prepare=merge_lora)
 

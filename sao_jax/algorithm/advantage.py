@@ -192,7 +192,7 @@ def value_targets(
 def sao_advantages(
   config: AlgorithmConfig, batch: TrajectoryBatch, state_values: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
-  """Skip-observation GAE with the length-adaptive λ of each trajectory: A = G - V on all sampled tokens, 0 elsewhere."""
+  """Skip-observation GAE with each trajectory's length-adaptive λ: A = G - V on all sampled tokens, 0 elsewhere."""
   sampled = tokens.sampled_tokens(batch)
   one_minus_lam = one_minus_lambda(tokens.count_per_trajectory(batch, sampled), config.alpha)
   returns = batch_returns(config, batch, state_values, one_minus_lam)

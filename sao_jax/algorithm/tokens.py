@@ -1,7 +1,7 @@
 """The tokens of packed rows: which ones are sampled and trained, and sums and shifts along a trajectory or a segment.
 
-Maths on one row [T], batched by `jax.vmap`; the functions at the end take a whole batch. `ids` are the trajectory ids or
-the segment ids of the row: equal on consecutive tokens of one unit, 0 on padding.
+Maths on one row [T], batched by `jax.vmap`; the functions at the end take a whole batch. `ids` are the trajectory ids
+or the segment ids of the row: equal on consecutive tokens of one unit, 0 on padding.
 
 Everything that runs along a row is one scan of one associative operator, which composes the affine maps
 y -> d + (1 - u) y. They are written with the complement u of the coefficient, since that is exact where it matters:

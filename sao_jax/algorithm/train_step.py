@@ -97,13 +97,15 @@ def make_train_step(
     # Advantages run over the sampled tokens; both losses sum over the trained ones, and divide once by their number N.
     sampled, trained = sampled_tokens(batch), trained_tokens(batch, config.truncation)
     lags = diagnostics.token_lags(state.policy_version, batch.policy_version, trained)
-    metrics = diagnostics.batch_metrics(batch, sampled, trained) | diagnostics.lag_metrics(lags, trained, max_lag=max_lag)
+    metrics = diagnostics.batch_metrics(batch, sampled, trained)
+    metrics |= diagnostics.lag_metrics(lags, trained, max_lag=max_lag)
 
     # K steps on (1/N) Σ (V - G)²; G = R on every sampled token for γ = λ_critic = 1.
     critic_state, fit = state.critic, None
     if critic is not None:
       critic_state, fit = _critic_steps(config, critic, state.critic, batch, trained)
-      metrics |= diagnostics.critic_metrics(config, fit.updates, token_values(fit.values_before, batch), fit.targets, trained)
+      values_before = token_values(fit.values_before, batch)
+      metrics |= diagnostics.critic_metrics(config, fit.updates, values_before, fit.targets, trained)
 
     def policy_part(policy_state: NetworkState) -> tuple[NetworkState, Metrics]:
       # V after those steps (or before them), and A = G - V with G's λ = 1 - 1/(α n): GAE that skips observations.

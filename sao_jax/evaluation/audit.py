@@ -64,7 +64,7 @@ def audit_sampler(
   if failures:
     raise failures[0]
   batch = packed_batch(learner, trajectories)
-  return compare(learner.policy_apply, params, batch.rows, config.training.audit_tolerance)
+  return compare(learner.policy.apply, params, batch.rows, config.training.audit_tolerance)
 
 
 def compare(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch, tolerance: float) -> float:

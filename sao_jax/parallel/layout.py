@@ -63,7 +63,7 @@ class Layout:
     """The platform of the mesh ("cpu", "tpu", ...); None without a mesh: jax's default one."""
     return None if self.mesh is None else self.mesh.devices.flat[0].platform
 
-  def shards(self, *logical: str) -> int:
+  def shards(self, *logical: str | None) -> int:
     """The number of parts that these logical axes are split into, all together."""
     axes = [axis for name in logical for axis in self.rules.mesh_axes(name)]
     return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)

@@ -11,7 +11,7 @@ import numpy as np
 from toys import training_toy
 from toys.trajectories import make_trajectories
 
-from sao_jax.algorithm.router_metrics import router_metrics
+from sao_jax.algorithm.diagnostics import router_metrics
 from sao_jax.config import LoRAConfig
 from sao_jax.learner import setup
 from sao_jax.learner.batches import packed_batch

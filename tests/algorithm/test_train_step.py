@@ -27,7 +27,7 @@ from toys.algorithm_toy import (
   run,
 )
 
-from sao_jax.algorithm.frozen import replace_leaves, trainable_leaves
+from sao_jax.algorithm.network import replace_leaves, trainable_leaves
 from sao_jax.config import AlgorithmConfig
 from sao_jax.types import TrainState
 

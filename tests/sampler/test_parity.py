@@ -25,9 +25,8 @@ from toys.engine_toy import (
   scheduler_of,
 )
 
-from sao_jax.algorithm.frozen import replace_leaves, trainable_leaves
+from sao_jax.algorithm.network import guarded_update, replace_leaves, trainable_leaves
 from sao_jax.algorithm.optimizer import make_optimizer
-from sao_jax.algorithm.updates import guarded_update
 from sao_jax.config import OptimizerConfig, SamplerConfig
 from sao_jax.episode import PromptKey, Status, Trajectory
 from sao_jax.learner.packing import pack

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sao_jax.algorithm.advantage import packed_returns
+from sao_jax.algorithm.network import Network
 from sao_jax.algorithm.optimizer import make_optimizer
 from sao_jax.algorithm.train_step import init_train_state, make_train_step
 from sao_jax.config import AlgorithmConfig, OptimizerConfig
@@ -127,17 +129,26 @@ POLICY_OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2))
 VALUE_OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=2e-2, clip_norm=10.0), updates_per_step=2)
 
 
+POLICY = Network(specs=None, apply=policy_apply, optimizer=POLICY_OPTIMIZER)
+CRITIC = Network(specs=None, apply=value_apply, optimizer=VALUE_OPTIMIZER, frozen=FROZEN)
+
+
 @functools.cache
 def train_step(config: AlgorithmConfig, **options):
   """The compiled toy step, shared by all tests that use the same settings."""
-  options = {"frozen_value_paths": FROZEN, "max_lag": 3} | options
-  return make_train_step(config, policy_apply, value_apply, POLICY_OPTIMIZER, VALUE_OPTIMIZER, **options)
+  return make_train_step(config, POLICY, CRITIC, **{"max_lag": 3} | options)
 
 
 def train_state(version: int = 2, outputs: int = 1):
   """A fresh toy state (fresh buffers: the step donates them)."""
-  state = init_train_state(policy_params(), value_params(outputs=outputs), POLICY_OPTIMIZER, VALUE_OPTIMIZER, FROZEN)
+  state = init_train_state(POLICY, CRITIC, policy_params(), value_params(outputs=outputs))
   return state.replace(policy_version=jnp.asarray(version, jnp.int32))
+
+
+def packed_advantages(rewards, values, mask, trajectory_ids, **options):
+  """A = G - V of one packed row, as the estimator forms it."""
+  returns = packed_returns(rewards, values, mask, trajectory_ids, **options)
+  return jnp.where(mask, returns - values, 0.0)
 
 
 def gae_loop(rewards, values, mask, *, lam, gamma=1.0, bootstrap=0.0):

@@ -12,7 +12,7 @@ from toys import latent_toy, training_toy
 from sao_jax.config import ModelConfig
 from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
-from sao_jax.learner import setup
+from sao_jax.learner import placement, setup
 from sao_jax.models.critic import critic_params_from_policy, critic_specs, frozen_critic_paths
 from sao_jax.models.sparse_attention import indexer_paths
 from sao_jax.parallel.params import path_name, path_names
@@ -63,7 +63,7 @@ def named(tree):
 
 def test_training_leaves_the_indexers_alone(monkeypatch):
   """A step of reinforcement learning, of both networks, and one of imitation, with weight decay."""
-  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
   model = dataclasses.replace(MODEL, num_experts=0)
   config = dataclasses.replace(training_toy.get_config(), model=model)
   config = training_toy.replace(config, algorithm={"value_updates": 1, "advantage_values": "pre"})
@@ -71,8 +71,8 @@ def test_training_leaves_the_indexers_alone(monkeypatch):
   first = setup.init_policy_params(learner, 0)
   critic = critic_params_from_policy(first, model, initializer="normal")  # a zero head would give no gradients
   before = named(first)
-  imitate = make_sft_step(learner.policy_apply, learner.policy_optimizer, learner.frozen_policy_paths)
-  imitated, _ = imitate(setup.make_network(learner, first), make_batch())
+  imitate = make_sft_step(learner.policy)
+  imitated, _ = imitate(setup.make_network_state(learner.policy, learner.mesh, first), make_batch())
   state, metrics = setup.make_step(learner)(setup.make_state(learner, first, critic), make_batch())
   assert metrics["policy_updates_skipped"] == metrics["critic_updates_skipped"] == 0
   expected = ((imitated, INDEXER), (state.policy, INDEXER), (state.critic, frozen_critic_paths(model)))

@@ -25,17 +25,15 @@ from sao_jax.huggingface.families.family import Tensor, shape_differences
 from sao_jax.huggingface.folder import FP8_BLOCK, SCALE, HFFolder
 from sao_jax.huggingface.safetensors_file import Bounds
 from sao_jax.models.transformer import param_specs
-from sao_jax.parallel.params import Params, ParamSpec, Specs, param_shardings, path_name, path_names
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
+from sao_jax.parallel.layout import Layout
+from sao_jax.parallel.params import Params, ParamSpec, Specs, path_name, path_names
 
 FLOATS = ("F32", "BF16", "F16", "F8_E4M3")
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def import_policy(
-  path: str | os.PathLike, config: ModelConfig, mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
-) -> Params:
+def import_policy(path: str | os.PathLike, config: ModelConfig, mesh: Mesh | None = None) -> Params:
   """The parameters of `param_specs(config)` from a folder, in config.param_dtype, sharded on `mesh`.
 
   Raises:
@@ -47,7 +45,7 @@ def import_policy(
   _check_architecture(folder, folder.family.architecture)
   specs = param_specs(config)
   check_tensors(folder, config, specs)
-  return load_leaves(folder, folder.family.tensor_table(config, specs), specs, mesh, rules)
+  return load_leaves(folder, folder.family.tensor_table(config, specs), specs, mesh)
 
 
 def check_shape(folder: HFFolder, config: ModelConfig) -> None:
@@ -107,15 +105,13 @@ def check_tensors(folder: HFFolder, config: ModelConfig, specs: Specs) -> None:
     logging.info("Not part of the policy, kept for export: %d tensors %s (%.1f MiB).", len(beyond), prefixes, size)
 
 
-def load_leaves(
-  folder: HFFolder, table: dict[str, Tensor], specs: Specs, mesh: Mesh | None, rules: AxisRules = DEFAULT_RULES
-) -> Params:
+def load_leaves(folder: HFFolder, table: dict[str, Tensor], specs: Specs, mesh: Mesh | None) -> Params:
   """Reads every parameter that `specs` declares. Nothing is checked."""
   if mesh is None:
     single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = jax.tree.map(lambda _: single, specs)
   else:
-    shardings = param_shardings(specs, mesh, rules)
+    shardings = Layout(mesh).param_shardings(specs)
   load = lambda path, spec, sharding: load_leaf(folder, table[path_name(path)], spec, sharding)
   return jax.tree_util.tree_map_with_path(load, specs, shardings)
 

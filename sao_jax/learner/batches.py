@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
 
 from sao_jax.config import RunConfig
 from sao_jax.episode import Trajectory
 from sao_jax.learner.packing import pack, shard_batch
 from sao_jax.learner.setup import Learner, rows_multiple
+from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.process import data_process_count
-from sao_jax.parallel.rules import DEFAULT_RULES
 from sao_jax.rollout.evidence import Routing
 from sao_jax.types import TrajectoryBatch
 
@@ -51,7 +50,7 @@ def replayed_routing(config: RunConfig) -> Routing | None:
 def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
   """Shapes, dtypes and shardings of every batch that `packed_batch` can make: each row length with each row count."""
   rollout = learner.config.rollout
-  sharding = NamedSharding(learner.mesh, DEFAULT_RULES.spec("batch", "sequence"))
+  sharding = Layout(learner.mesh).sharding("batch", "sequence")
   processes = data_process_count()
   for length in sorted(set(rollout.row_lengths)):
     for count in sorted(set(rollout.row_counts)):

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from sao_jax.config import RolloutConfig
 from sao_jax.episode import Trajectory
 from sao_jax.errors import ConfigError
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
+from sao_jax.parallel.layout import Layout
 from sao_jax.types import TrajectoryBatch
 
 REMEDY = "raise the largest of rollout.row_counts or rollout.row_lengths, or lower rollout.batch_size"
@@ -99,15 +99,14 @@ def unpack(batch: TrajectoryBatch) -> Iterator[dict[str, np.ndarray]]:
       yield {name: values[row][inside] for name, values in fields.items()}
 
 
-def shard_batch(batch: TrajectoryBatch, mesh: Mesh, rules: AxisRules = DEFAULT_RULES) -> TrajectoryBatch:
+def shard_batch(batch: TrajectoryBatch, mesh: Mesh) -> TrajectoryBatch:
   """Puts this process's rows on its devices; the result is the global batch, rows over the batch axes of the mesh.
 
   Args:
     batch: numpy arrays [B / number of processes, T], of the same shape in every process.
     mesh: the learner's mesh.
-    rules: where "batch" and "sequence" live.
   """
-  sharding = NamedSharding(mesh, rules.spec("batch", "sequence"))
+  sharding = Layout(mesh).sharding("batch", "sequence")
   return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
@@ -18,8 +17,8 @@ from sao_jax.models.lora import add_lora, lora_of
 from sao_jax.models.moe import Routed, moe_feed_forward
 from sao_jax.models.rope import apply_rope, rope_table
 from sao_jax.models.sparse_attention import indexer_specs, is_full
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules, constrain
 
 UNROLLED_LAYERS = 4  # without remat a stack this shallow becomes straight code: no copies of stacked activations
 
@@ -119,8 +118,7 @@ def trunk(
   attend: Attend,
   carry: Any = None,
   routed_experts: Int[Array, "B T L k"] | None = None,
-  mesh: Mesh | None = None,
-  rules: AxisRules = DEFAULT_RULES,
+  layout: Layout = ONE_DEVICE,
 ) -> tuple[Float[Array, "B T D"], Any, Routed | None]:
   """Embedding, all layers, final norm.
 
@@ -133,8 +131,7 @@ def trunk(
       attention within segments, the sampler one that writes k and v into its cache and attends over it.
     carry: state that `attend` threads through the layers, for example the cache.
     routed_experts: the experts to use in the MoE layers, -1 where the router chooses itself (None: everywhere).
-    mesh: the mesh that params and tokens live on, None for one device.
-    rules: logical axes to mesh axes.
+    layout: the one that parameters and tokens are placed by.
 
   Returns:
     The hidden states after the final norm, in config.dtype; the last carry; and how the MoE layers routed the tokens,
@@ -142,8 +139,7 @@ def trunk(
   """
   rotary_dim = config.qk_rope_head_dim or int(config.head_dim * config.rotary_fraction)
   table = rope_table(positions, rotary_dim, config.rope_theta, config.yarn)
-  place = functools.partial(constrain, mesh=mesh, rules=rules)
-  x = place(params["embed"][token_ids].astype(config.dtype), "batch", "sequence", None)
+  x = layout.constrain(params["embed"][token_ids].astype(config.dtype), "batch", "sequence", None)
 
   indexers = params.get("indexer_layers")
   selection = no_selection(config, attend, *token_ids.shape)  # what sparse attention reads, from one layer to the next
@@ -163,10 +159,10 @@ def trunk(
     x = x + out
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
     if "moe" in params:
-      out, routed = moe_feed_forward(params["moe"], normed, config, mesh, rules, replayed)
+      out, routed = moe_feed_forward(params["moe"], normed, config, layout, replayed)
     else:
       out = feed_forward(params["mlp"], normed)
-    return (place(x + out, "batch", "sequence", None), carry, selection), routed
+    return (layout.constrain(x + out, "batch", "sequence", None), carry, selection), routed
 
   first_layer, routed = 0, None
   for name in ("dense_layers", "moe_layers"):

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Sequence
-
-from jax.sharding import Mesh
 
 from sao_jax.config import SamplerConfig
 from sao_jax.errors import ConfigError
-from sao_jax.parallel.rules import AxisRules
 
 _SMALLEST_WINDOW = 64
 
@@ -51,11 +47,6 @@ def _quarters(largest: int, smallest: int) -> tuple[int, ...]:
   while sizes[-1] > smallest:
     sizes.append(max(sizes[-1] // 4, smallest))
   return tuple(reversed(sizes))
-
-
-def data_shards(mesh: Mesh, rules: AxisRules) -> int:
-  """How many devices share the slots, or the rows of a batch."""
-  return math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch"))
 
 
 def check_slots(config: SamplerConfig, shards: int) -> None:

@@ -16,7 +16,6 @@ from sao_jax.huggingface.families.family import DEFAULT_MODEL, Family
 from sao_jax.huggingface.safetensors_file import Bounds, StoredTensor, read_header
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-VALUE_HEAD = "value_head.safetensors"  # of a value network, which is otherwise a folder like any other
 SCALE = "_scale_inv"  # behind the name of an FP8 weight: its scales
 FP8_BLOCK = 128
 

@@ -52,7 +52,7 @@ def main(config: RunConfig, workdir: str) -> None:
   if failures:
     raise ConfigError("environment", f"the episode has no outcome: {failures[0]}", "mend the environment, or try again")
 
-  # Every segment with its kind in front; what the policy sampled is bold.
+  # Every segment with its kind in front; sampled text is bold.
   (trajectory,) = trajectories
   console = rich.console.Console()
   console.print(f"{phase}, policy version {version}, held-out prompt {_PROMPT.value}")

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     fast.save_pretrained(unfinished)
 
-    # The smallest model with all parts of the real one: two layers, four experts, grouped queries.
+    # A small model that has all parts of a real one: two layers, four experts, grouped queries.
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
       vocab_size=len(fast), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -128,7 +128,7 @@ def _parse(text: str, read: Callable[[str, int], tuple[ToolCall, int]]) -> Parse
 
 
 def _read_hermes(text: str, start: int) -> tuple[ToolCall, int]:
-  # Each message says what is wrong in the policy's own terms: it is shown to the policy, which may correct itself.
+  # The messages are shown to the policy, so that it can correct itself.
   start = _skip_blanks(text, start)
   try:
     value, end = _decode(text, start)
@@ -175,7 +175,7 @@ def _glm_value(key: str, value: str, schema: Mapping[str, Any]) -> Any:
   if allowed == ("string",):
     return value
 
-  # JSON of an allowed type is what it means; other text is a string, where that is allowed.
+  # JSON of an allowed type is decoded; other text is a string, where that is allowed.
   try:
     decoded, end = _decode(value, _skip_blanks(value, 0))
     is_json = _skip_blanks(value, end) == len(value)

@@ -182,7 +182,7 @@ class CalculatorEpisode(Environment):
     return StepResult(self.tokenizer.encode_with_specials(f"<|observation|>{shown}<|end|><|assistant|>"), False)
 
   def _read(self, action_ids: Int[np.ndarray, "n"]) -> tuple[int | None, str | None]:
-    """Returns (first token, text up to the end-of-turn token), None for what the action does not have."""
+    """Returns (first token, text up to the end-of-turn token), None for a missing part."""
     ids = np.asarray(action_ids)
     if len(ids) < 2 or ids[-1] != self.tokenizer.end_id:
       return None, None
@@ -217,7 +217,7 @@ def demonstrate(episode: CalculatorEpisode, prompt: Prompt, rng: np.random.Gener
           operands = operands[::-1]
       kind, text = "<|tool_call|>", write_call(operands, operators, index, mistake, rng)
 
-    # Play it, and record what was said (imitated) and what was answered (not imitated).
+    # Play it. The action is imitated, the observation is not.
     action = np.concatenate(
       [tokenizer.encode_with_specials(kind), tokenizer.encode(text), tokenizer.encode_with_specials("<|end|>")]
     )

@@ -90,7 +90,7 @@ class DelayedFetch:
     return previous
 
   def flush(self) -> list[tuple[int, dict[str, Any]]]:
-    """Returns what is pending, waiting for it; call once after the last step."""
+    """Returns the pending metrics, and waits for them; call it once after the last step."""
     pending, self._pending = self._pending, None
     return [] if pending is None else [(pending[0], dict(jax.device_get(pending[1])))]
 

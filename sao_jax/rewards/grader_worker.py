@@ -66,7 +66,7 @@ def _grade(grader: Callable[..., Any], environment: str, arguments: tuple[Any, .
 
 
 def _attempt(call: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
-  """Returns (result, None) or (None, what went wrong)."""
+  """Calls a function; returns (result, None) or (None, problem)."""
   try:
     return call(*arguments), None
   except BaseException as error:  # a grader may do anything, even try to leave the interpreter

@@ -48,7 +48,7 @@ def check_same_leaves(
       return False
     return not same_dtype or stored[name].dtype == wanted[name].dtype
 
-  # Leaves that are wanted first, then those that nobody wants.
+  # Wanted leaves first, then those that are stored but not wanted.
   different = [name for name in [*wanted, *(name for name in stored if name not in wanted)] if not same(name)]
   if not different:
     return

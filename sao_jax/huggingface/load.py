@@ -166,7 +166,7 @@ def check_tensors(folder: HFFolder, config: ModelConfig, specs: Specs) -> None:
       "Use a folder whose tensors and config.json belong together.",
     )
 
-  # Tensors beyond the model are said aloud, so that nobody thinks they were trained.
+  # Log the tensors that are neither read nor trained.
   if beyond:
     size = sum(folder.tensors[name].num_bytes for name in beyond) / 2**20
     prefixes = ", ".join(f"{prefix}*" for prefix in folder.family.beyond_trunk(folder.fields))

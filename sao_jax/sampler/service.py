@@ -176,12 +176,12 @@ class SamplerService:
   def _run(self, lane: _Lane) -> None:
     try:
       while True:
-        lane.wake.clear()  # before the look at `_ended`: what wakes the lane after that look is not lost
+        lane.wake.clear()  # before `_ended` is read, so that no wake after that is lost
         if self._ended is not None:
           break
         if not lane.scheduler.tick():
           lane.wake.wait()
-    except BaseException as error:  # whatever it is, it must reach the callers
+    except BaseException as error:  # callers wait on this thread, so any exception must reach them
       self._end(error)
     lane.scheduler.fail(self._ended)
 

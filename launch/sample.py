@@ -16,7 +16,7 @@ from sao_jax import interrupt
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation import fixed_policy
-from sao_jax.learner import placement, setup
+from sao_jax.learner import sampler_side, setup
 from sao_jax.training import phases
 
 _PHASE = flags.DEFINE_enum(
@@ -38,10 +38,10 @@ def main(config: RunConfig, workdir: str) -> None:
   prompts = config.environment.prompts(tokenizer, "heldout", config.evaluation.seed)
   if _PROMPT.value >= len(prompts):
     raise ConfigError("--prompt", f"there is no held-out prompt {_PROMPT.value}", f"use 0 to {len(prompts) - 1}")
-  params = setup.make_publisher(learner)(params)
+  params = sampler_side.make_publisher(learner)(params)
   with (
     interrupt.Interrupt() as stop,
-    placement.make_service(config, params, seed=config.training.seed, version=version) as service,
+    sampler_side.make_service(config, params, seed=config.training.seed, version=version) as service,
   ):
     trajectories, failures = fixed_policy.run_episodes(
       config, service, [prompts[_PROMPT.value]], temperature=_TEMPERATURE.value, interrupt=stop

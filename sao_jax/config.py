@@ -83,9 +83,31 @@ class ModelConfig:
   checkpoint: str = ""  # checkpoints of a run, or a Hugging Face folder, to start from; empty: random initialisation
 
   @property
+  def is_latent(self) -> bool:
+    """Attention reads compressed keys and values (MLA), in place of grouped ones."""
+    return self.kv_lora_rank > 0
+
+  @property
+  def rotary_dim(self) -> int:
+    """Dimensions of queries and keys, per head, that rotary embeddings turn."""
+    return self.qk_rope_head_dim or int(self.head_dim * self.rotary_fraction)
+
+  @property
+  def has_indexer(self) -> tuple[bool, ...]:
+    """For every layer: it has an indexer of its own, instead of reading what an earlier layer chose."""
+    if not self.index_topk:
+      return (False,) * self.num_layers
+    return tuple(kind == "full" for kind in self.indexer_types) or (True,) * self.num_layers
+
+  @property
+  def num_mlp_layers(self) -> int:
+    """Layers with a dense feed-forward part: the first ones, or all."""
+    return self.num_dense_layers if self.num_experts else self.num_layers
+
+  @property
   def num_moe_layers(self) -> int:
-    """Layers with experts."""
-    return self.num_layers - self.num_dense_layers if self.num_experts else 0
+    """Layers with experts: those behind the dense ones."""
+    return self.num_layers - self.num_mlp_layers
 
   @property
   def routed_shape(self) -> tuple[int, int]:
@@ -97,6 +119,7 @@ class ModelConfig:
 class AlgorithmConfig:
   """SAO (arXiv 2607.07508): DIS policy loss, skip-observation GAE, K critic updates."""
 
+  advantage: str = "sao"  # sao: skip-observation GAE with a critic | grpo: group-relative, no critic
   epsilon_low: float = 0.3  # deltas, not bounds: keep 1 - epsilon_low < ratio < 1 + epsilon_high
   epsilon_high: float = 5.0
   gamma: float = 1.0
@@ -157,7 +180,8 @@ class SamplerConfig:
 class RolloutConfig:
   """The asynchronous loop: admission, episodes, staleness, packing, placement."""
 
-  batch_size: int = 128  # trajectories per train step, one per prompt
+  batch_size: int = 128  # trajectories per train step
+  group_size: int = 1  # rollouts of each prompt; 1 is single-rollout
   admission_staleness: int = 4  # eta: in flight + buffered + in training <= (eta + 1) * batch_size; 0 is synchronous
   max_staleness: int = 4  # tau, in policy versions, measured on the oldest sampled token at consumption; -1: no bound
   staleness: str = "drop"  # drop | mask: what happens to a trajectory (its over-age tokens) beyond tau

@@ -13,7 +13,7 @@ import numpy as np
 from sao_jax.benchmarks.scale import TUNIX_PADDED_SAMPLING, TUNIX_USEFUL_SAMPLING, Scale
 from sao_jax.benchmarks.timing import decode_flops, interleave, make_gemm, median_ratio
 from sao_jax.config import ModelConfig, SamplerConfig
-from sao_jax.learner import setup
+from sao_jax.learner import placement
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import init_params
 from sao_jax.sampler.engine import Engine
@@ -105,7 +105,7 @@ def make_requests(lengths: Sequence[tuple[int, int]], vocab_size: int) -> list[G
 def make_service(config: ModelConfig, num_slots: int, context_length: int) -> SamplerService:
   """The slots shared out to one engine per local device, with random parameters, all programs compiled."""
   longest = 2 ** (context_length - 1).bit_length()
-  devices = setup.local_devices()[:num_slots]
+  devices = placement.local_devices()[:num_slots]
   params = init_params(param_specs(config), jax.random.key(0))
   schedulers = []
   for index, device in enumerate(devices):

@@ -15,11 +15,11 @@ from jax.sharding import SingleDeviceSharding
 from sao_jax.benchmarks.scale import DENSE_TRAINING, MOE_TRAINING, Scale
 from sao_jax.benchmarks.timing import interleave, make_gemm, median_ratio, train_flops
 from sao_jax.config import AlgorithmConfig, MeshConfig, ModelConfig, RunConfig
-from sao_jax.learner import setup
+from sao_jax.learner import placement, setup
 from sao_jax.learner.packing import shard_batch
+from sao_jax.models.critic import critic_params_from_policy
 from sao_jax.models.moe import moe_feed_forward
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_params_from_policy
 from sao_jax.parallel.params import init_params
 from sao_jax.parallel.publish import make_publish
 from sao_jax.parallel.rules import DEFAULT_RULES
@@ -42,8 +42,8 @@ class Trainer:
     run = RunConfig(environment=None, model=model, algorithm=algorithm, mesh=data_parallel)
     learner = setup.make_learner(run, sharing_devices(scale.rows // scale.micro_batches))
     policy = setup.init_policy_params(learner, seed=0)
-    self.flops_per_token = train_flops(model, learner.frozen_paths)
-    self._state = setup.make_state(learner, policy, value_params_from_policy(policy, model))
+    self.flops_per_token = train_flops(model, learner.critic.frozen)
+    self._state = setup.make_state(learner, policy, critic_params_from_policy(policy, model))
     self._batch = shard_batch(full_batch(scale, model.vocab_size), learner.mesh)
     self._publish = make_publish(SingleDeviceSharding(learner.mesh.devices.flat[0]), model.dtype)
     self._step = setup.make_step(learner)
@@ -60,7 +60,7 @@ class Trainer:
 
 def sharing_devices(rows: int) -> tuple[jax.Device, ...]:
   """As many local devices as can share `rows` evenly."""
-  local = setup.local_devices()
+  local = placement.local_devices()
   return local[: max(count for count in range(1, len(local) + 1) if rows % count == 0)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from sao_jax.benchmarks.scale import Scale
 from sao_jax.benchmarks.timing import on_compilation
 from sao_jax.config import RunConfig
-from sao_jax.learner import setup
+from sao_jax.learner import placement
 from sao_jax.report.metrics import read_metrics
 from sao_jax.training import loop, phases, sft
 
@@ -23,7 +23,7 @@ def recompilation(scale: Scale) -> dict[str, Any]:
     RuntimeError: the run ended early, for example by a signal; that nothing was compiled late would mean nothing then.
   """
   compiled: list[tuple[int, str]] = []
-  run = fit_to_devices(scale.run, len(setup.local_devices()))
+  run = fit_to_devices(scale.run, len(placement.local_devices()))
   with tempfile.TemporaryDirectory() as workdir:
     sft.sft(run, workdir)
 

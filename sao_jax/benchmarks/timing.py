@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from sao_jax.config import ModelConfig
+from sao_jax.models.critic import critic_specs
 from sao_jax.models.moe import EXPERT_WEIGHTS
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_param_specs
 from sao_jax.parallel.params import Specs, path_name
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -105,6 +105,6 @@ def train_flops(config: ModelConfig, frozen_value_paths: frozenset[str] = frozen
   Frozen weights have no gradient, but the gradients of the activations still pass through them.
   """
   policy = matmul_weights(param_specs(config), config)
-  critic = matmul_weights(value_param_specs(config), config)
+  critic = matmul_weights(critic_specs(config), config)
   frozen = sum(count for name, count in critic.items() if name in frozen_value_paths)
   return 6.0 * (sum(policy.values()) + sum(critic.values())) - 2.0 * frozen

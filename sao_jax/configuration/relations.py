@@ -200,6 +200,38 @@ RULES: tuple[Rule, ...] = (
   ),
   Rule("model.lora.targets", _lora, f"Choose some of {', '.join(TARGETS)}, as in \"('attention','mlp')\"."),
   Rule(
+    "rollout.batch_size",
+    _when(
+      lambda c: c.rollout.batch_size % c.rollout.group_size != 0,
+      "{rollout.batch_size} trajectories do not divide into groups of {rollout.group_size}.",
+    ),
+    "Make rollout.batch_size a multiple of rollout.group_size.",
+  ),
+  Rule(
+    "rollout.group_size",
+    _when(
+      lambda c: c.algorithm.advantage == "grpo" and c.rollout.group_size < 2,
+      "group-relative advantages compare the rollouts of a prompt, and there is {rollout.group_size} of each.",
+    ),
+    "Set rollout.group_size to 2 or more, as in 8, or use algorithm.advantage='sao'.",
+  ),
+  Rule(
+    "algorithm.critic_warmup_steps",
+    _when(
+      lambda c: c.algorithm.advantage == "grpo" and c.algorithm.critic_warmup_steps > 0,
+      "{algorithm.critic_warmup_steps} critic-only steps, and algorithm.advantage='grpo' has no critic.",
+    ),
+    "Pass --config.algorithm.critic_warmup_steps=0.",
+  ),
+  Rule(
+    "algorithm.truncation",
+    _when(
+      lambda c: c.algorithm.advantage == "grpo" and c.algorithm.truncation == "bootstrap",
+      "'bootstrap' continues a cut trajectory with the critic's value, and algorithm.advantage='grpo' has no critic.",
+    ),
+    "Use algorithm.truncation='zero' or 'mask'.",
+  ),
+  Rule(
     "algorithm.router_replay",
     _when(lambda c: c.algorithm.router_replay and not c.model.num_moe_layers, "this model has no layer with experts."),
     "Set it to False, or train a model with experts.",

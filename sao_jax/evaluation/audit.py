@@ -64,7 +64,7 @@ def audit_sampler(
   if failures:
     raise failures[0]
   batch = packed_batch(learner, trajectories)
-  return compare(learner.policy_apply, params, batch.rows, config.training.audit_tolerance)
+  return compare(learner.policy.apply, params, batch.rows, config.training.audit_tolerance)
 
 
 def compare(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch, tolerance: float) -> float:
@@ -79,7 +79,7 @@ def compare(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch, tole
   Raises:
     SamplerMismatch: when it is exceeded, or a difference is not finite.
   """
-  logprobs, _ = jax.jit(policy_apply)(params, batch)
+  logprobs = jax.jit(lambda p, b: policy_apply(p, b).logprobs)(params, batch)
   mask = np.asarray(batch.action_mask)
   difference = np.abs(np.asarray(logprobs)[mask] - np.asarray(batch.behavior_logprobs)[mask])
   worst = float(difference.max())

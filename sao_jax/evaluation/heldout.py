@@ -12,7 +12,7 @@ from sao_jax.config import RunConfig
 from sao_jax.episode import Trajectory
 from sao_jax.evaluation.fixed_policy import run_episodes
 from sao_jax.interrupt import StopSignal
-from sao_jax.learner.placement import make_service
+from sao_jax.learner.sampler_side import make_service
 from sao_jax.report.intervals import Success, success
 from sao_jax.types import PyTree
 

@@ -22,10 +22,10 @@ from sao_jax.huggingface.folder import CONFIG, SINGLE, HFFolder
 from sao_jax.huggingface.load import import_policy
 from sao_jax.huggingface.pretrained import HF_SUBFOLDER, base_folder
 from sao_jax.huggingface.safetensors_file import write_file
-from sao_jax.huggingface.save import TOKENIZER_FILES, copied_tensors, export_policy, export_value
+from sao_jax.huggingface.save import TOKENIZER_FILES, copied_tensors, export_critic, export_policy
+from sao_jax.models.critic import critic_specs
 from sao_jax.models.lora import merge_lora
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_param_specs
 from sao_jax.parallel.params import abstract_params
 
 RUN_CONFIG = "config.json"  # the file in a workdir that holds the run's configuration
@@ -118,7 +118,7 @@ def to_hf(
   params = load_params(checkpoint, network, step=step)
   if "lora" in params:
     params = jax.jit(functools.partial(merge_lora, keep_dtype=True))(params)
-  specs = param_specs(model) if network == "policy" else value_param_specs(model, params["value_head"].shape[-1])
+  specs = param_specs(model) if network == "policy" else critic_specs(model, params["value_head"].shape[-1])
   check_same_leaves(flatten(params), flatten(abstract_params(specs)), network, str(checkpoint), same_dtype=False)
 
   logging.info("Exporting the %s in %s%s.", network, checkpoint, f", as {source.path}" if source else "")
@@ -129,7 +129,7 @@ def to_hf(
       directory,
       f" ({run.checkpoint} is not there)" if run.checkpoint and not pathlib.Path(run.checkpoint).exists() else "",
     )
-  export = export_policy if network == "policy" else export_value
+  export = export_policy if network == "policy" else export_critic
   export(jax.block_until_ready(params), model, directory, base=source, dtype=dtype)
 
 

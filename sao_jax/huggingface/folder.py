@@ -16,7 +16,6 @@ from sao_jax.huggingface.families.family import DEFAULT_MODEL, Family
 from sao_jax.huggingface.safetensors_file import Bounds, StoredTensor, read_header
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-VALUE_HEAD = "value_head.safetensors"  # the file that a value network has beside those of its trunk
 SCALE = "_scale_inv"  # suffix of an FP8 weight's name: the tensor with its scales, one per block
 FP8_BLOCK = 128  # rows and columns of a block
 

@@ -22,10 +22,9 @@ from jaxtyping import Array, Float
 from sao_jax.config import ModelConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families.family import Tensor, shape_differences
-from sao_jax.huggingface.folder import FP8_BLOCK, SCALE, VALUE_HEAD, HFFolder
-from sao_jax.huggingface.safetensors_file import Bounds, read_header
+from sao_jax.huggingface.folder import FP8_BLOCK, SCALE, HFFolder
+from sao_jax.huggingface.safetensors_file import Bounds
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_param_specs
 from sao_jax.parallel.params import Params, ParamSpec, Specs, param_shardings, path_name, path_names
 from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 
@@ -62,50 +61,6 @@ def import_policy(
   specs = param_specs(config)
   check_tensors(folder, config, specs)
   return load_leaves(folder, folder.family.tensor_table(config, specs), specs, mesh, rules)
-
-
-def import_value(
-  path: str | os.PathLike,
-  config: ModelConfig,
-  num_outputs: int = 1,
-  mesh: Mesh | None = None,
-  rules: AxisRules = DEFAULT_RULES,
-) -> Params:
-  """Imports a value network that `export_value` wrote: a trunk in the policy's format, and a file with the head.
-
-  A language-model head is never read as a value head, whatever its shape.
-
-  Raises:
-    ConfigError: the trunk cannot be read (see `import_policy`), or the head's file is missing or has another shape.
-  """
-  # The folder is one of a value network of this shape.
-  folder = HFFolder(path)
-  check_shape(folder, config)
-  head_file = folder.path / VALUE_HEAD
-  if not head_file.is_file():
-    raise ConfigError("value network", f"{folder.path} has no {VALUE_HEAD}.", "Name the export of a value network.")
-  _check_architecture(folder, trunk_architecture(folder.family.architecture))
-
-  # All is checked before any data is read.
-  specs = value_param_specs(config, num_outputs)
-  head = specs.pop("value_head")
-  check_tensors(folder, config, specs)
-  stored = read_header(head_file).get("value_head.weight")
-  shape = (num_outputs, config.d_model)
-  if stored is None or stored.shape != shape:
-    found = "no value_head.weight" if stored is None else f"one of shape {stored.shape}"
-    raise ConfigError("value network", f"{head_file} has {found}, expected {shape}.", "Set algorithm.value_head to it.")
-
-  # The head is stored as [outputs, D], ours is [D, outputs].
-  params = load_leaves(folder, folder.family.tensor_table(config, specs), specs, mesh, rules)
-  value_head = np.ascontiguousarray(stored.read().T)
-  target = None if mesh is None else param_shardings({"value_head": head}, mesh, rules)["value_head"]
-  return params | {"value_head": jax.device_put(jnp.asarray(value_head, head.dtype), target)}
-
-
-def trunk_architecture(architecture: str) -> str:
-  """Returns the name that config.json gives to the same model without a language-model head."""
-  return architecture.removesuffix("ForCausalLM") + "Model"
 
 
 def check_shape(folder: HFFolder, config: ModelConfig) -> None:

@@ -22,11 +22,11 @@ from sao_jax.config import ModelConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families import family_of_model
 from sao_jax.huggingface.families.family import Family, Tensor, matrix
-from sao_jax.huggingface.folder import CONFIG, INDEX, VALUE_HEAD, HFFolder
-from sao_jax.huggingface.load import check_shape, trunk_architecture
+from sao_jax.huggingface.folder import CONFIG, INDEX, HFFolder
+from sao_jax.huggingface.load import check_shape
 from sao_jax.huggingface.safetensors_file import NAMES, PlannedTensor, write_file
+from sao_jax.models.critic import critic_specs
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_param_specs
 from sao_jax.parallel.params import Params, path_name
 
 # The files of a folder that turn texts into token ids and back; copied byte for byte.
@@ -35,6 +35,7 @@ TOKENIZER_FILES = (
   *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 SHARD_BYTES = 4 << 30  # 4 GiB
+VALUE_HEAD = "value_head.safetensors"  # the file that a critic has beside those of its trunk
 
 
 def export_policy(
@@ -89,7 +90,7 @@ def export_policy(
   _write_folder(pathlib.Path(directory), fields, planned, base, shard_bytes)
 
 
-def export_value(
+def export_critic(
   params: Params,
   config: ModelConfig,
   directory: str | os.PathLike,
@@ -98,16 +99,16 @@ def export_value(
   dtype: str | None = None,
   shard_bytes: int = SHARD_BYTES,
 ) -> None:
-  """Writes a value network: the trunk in the policy's format, and value_head.safetensors ("value_head.weight" [n, D]).
+  """Writes a critic: the trunk in the policy's format, and value_head.safetensors ("value_head.weight" [n, D]).
 
   The arguments and errors are those of `export_policy`. Tensors of `base` that are no part of the policy are left out.
   """
   family = _family(config, base)
   head = matrix("value_head.weight")
   trunk = {name: leaf for name, leaf in params.items() if name != "value_head"}
-  specs = {name: spec for name, spec in value_param_specs(config).items() if name != "value_head"}
+  specs = {name: spec for name, spec in critic_specs(config).items() if name != "value_head"}
   planned = list(_plan(trunk, family.tensor_table(config, specs), dtype))
-  fields = _config_fields(family, config, base, trunk_architecture(family.architecture), planned)
+  fields = _config_fields(family, config, base, family.architecture.removesuffix("ForCausalLM") + "Model", planned)
   heads = list(_plan({"value_head": params["value_head"]}, {"value_head": head}, dtype))
   _write_folder(pathlib.Path(directory), fields, planned, base, shard_bytes, {VALUE_HEAD: heads})
 

@@ -18,7 +18,7 @@ from sao_jax.models.moe import Routed
 from sao_jax.models.transformer import Attend, trunk
 from sao_jax.parallel.params import Params
 from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
-from sao_jax.types import RouterStatistics, TrajectoryBatch
+from sao_jax.types import PolicyOutputs, RouterStatistics, TrajectoryBatch
 
 
 def attend_within_segments(
@@ -57,11 +57,10 @@ def make_policy_apply(
   *,
   temperature: float = 1.0,
   chunk: int = 1024,
-  router_statistics: bool = False,
   mesh: Mesh | None = None,
   rules: AxisRules = DEFAULT_RULES,
-) -> Callable[[Params, TrajectoryBatch], tuple[jax.Array, ...]]:
-  """Returns `policy_apply(params, batch) -> (logprobs [B, T], entropy [B, T])`, token-aligned and fp32.
+) -> Callable[[Params, TrajectoryBatch], PolicyOutputs]:
+  """Returns `policy_apply(params, batch) -> PolicyOutputs`, token-aligned and fp32.
 
   Experts that the batch brings along (`batch.routed_experts`) are used instead of those that the routers prefer.
 
@@ -69,16 +68,18 @@ def make_policy_apply(
     config: static.
     temperature: the sampler's.
     chunk: see `token_logprobs`, also for where the entries are 0.
-    router_statistics: a third result follows, `RouterStatistics`; for models with experts.
     mesh: of params and batch, None for one device.
     rules: logical axes to mesh axes.
   """
   head = functools.partial(token_logprobs, temperature=temperature, chunk=chunk, mesh=mesh, rules=rules)
 
-  def policy_apply(params: Params, batch: TrajectoryBatch) -> tuple[jax.Array, ...]:
+  def policy_apply(params: Params, batch: TrajectoryBatch) -> PolicyOutputs:
     hidden, routed = packed_trunk(params, config, batch, mesh, rules, batch.routed_experts)
-    outputs = head(params, config, hidden, batch.token_ids, batch.segment_ids)
-    return (*outputs, count_routed(routed, batch, config.num_experts)) if router_statistics else outputs
+    logprobs, entropy = head(params, config, hidden, batch.token_ids, batch.segment_ids)
+
+    # A caller that does not read the statistics does not pay for them: the compiler drops what is unused.
+    router = None if routed is None else count_routed(routed, batch, config.num_experts)
+    return PolicyOutputs(logprobs, entropy, router)
 
   return policy_apply
 

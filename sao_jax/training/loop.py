@@ -24,9 +24,10 @@ from sao_jax.evaluation.heldout import Evaluation
 from sao_jax.evaluation.pinned import PinnedEvaluation
 from sao_jax.interrupt import Interrupt, Interrupted
 from sao_jax.learner.compilation import CompiledSteps
+from sao_jax.learner.lora_start import check_lora_scale
 from sao_jax.learner.packing import check_buckets
-from sao_jax.learner.placement import make_service
-from sao_jax.learner.setup import Learner, abstract_state, check_lora_scale, make_learner, make_publisher, rows_multiple
+from sao_jax.learner.sampler_side import make_publisher, make_service
+from sao_jax.learner.setup import Learner, abstract_state, make_learner, rows_multiple
 from sao_jax.report.metrics import DelayedFetch, MetricsWriter, drop_lines_after, evaluated_versions
 from sao_jax.report.page import EPISODES_FILE
 from sao_jax.report.progress import Progress

@@ -15,16 +15,10 @@ from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import is_hf_folder
 from sao_jax.huggingface.load import import_policy
-from sao_jax.learner.setup import (
-  Learner,
-  add_fresh_lora,
-  check_lora_scale,
-  init_policy_params,
-  make_state,
-  sharded_specs,
-)
+from sao_jax.learner.lora_start import add_fresh_lora, check_lora_scale
+from sao_jax.learner.setup import Learner, init_policy_params, make_state, sharded_specs
+from sao_jax.models.critic import critic_params_from_policy
 from sao_jax.models.lora import merge_lora
-from sao_jax.models.value import value_params_from_policy
 from sao_jax.types import PyTree, TrainState
 
 PHASES = SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"
@@ -133,7 +127,7 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
 
 def _load_policy(learner: Learner, folder: pathlib.Path, step: int | None = None) -> PyTree:
   """The policy of a folder of checkpoints, the newest or that of `step`; LoRA may have trained it, or begin now."""
-  abstract = sharded_specs(learner.policy_specs, learner.mesh)
+  abstract = sharded_specs(learner.policy.specs, learner.mesh)
   params = load_params(folder, "policy", abstract, step=step, optional="lora")
   check_lora_scale(learner.config, params)
   return add_fresh_lora(learner, params, learner.config.training.seed)
@@ -163,16 +157,16 @@ def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, ph
   earlier = [SFT] if phase.name == VALUE_PRETRAINING else [VALUE_PRETRAINING, SFT]
   policy = initial_policy(config, learner, workdir, earlier)
   _warn_of_unfinished_sft(config, workdir)
-  num_outputs = learner.value_specs["value_head"].shape[-1]
+  num_outputs = learner.critic.specs["value_head"].shape[-1]
   if phase.name == TRAIN and latest_step(workdir / VALUE_PRETRAINING) is not None:
-    critic = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(learner.value_specs, learner.mesh))
+    critic = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(learner.critic.specs, learner.mesh))
     _warn_of_unfinished_value_pretraining(config, workdir)
   else:
     if phase.name == TRAIN:
       logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")
     key = jax.random.key(config.training.seed)
     merged = merge_lora(policy, keep_dtype=True)
-    critic = value_params_from_policy(merged, config.model, num_outputs, config.algorithm.value_head_initializer, key)
+    critic = critic_params_from_policy(merged, config.model, num_outputs, config.algorithm.value_head_initializer, key)
   return make_state(learner, policy, critic)
 
 

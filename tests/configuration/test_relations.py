@@ -60,6 +60,8 @@ def test_the_defaults_are_valid():
   validate(dataclasses.replace(VALID, model=ModelConfig(num_experts=8, d_ff_shared=64)), training=True)
 
 
+# Group-relative advantages, as they work.
+GRPO = {"algorithm.advantage": "grpo", "rollout.group_size": 8, "algorithm.critic_warmup_steps": 0}
 # A sigmoid router with groups, as it works.
 GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_groups": 4}
 
@@ -80,6 +82,15 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
     (GROUPED | {"model.num_groups_per_token": 5}, "model.num_groups_per_token", "5 of 4 groups", "at most all of them"),
     ({"model.lora.targets": ("router",)}, "model.lora.targets", "there is no 'router'", "attention, mlp"),
     ({"model.lora.rank": 4, "model.lora.targets": ()}, "model.lora.targets", "nothing to adapt", "attention, mlp"),
+    ({"rollout.group_size": 3}, "rollout.batch_size", "128 trajectories do not divide into groups of 3", "a multiple"),
+    (GRPO | {"rollout.group_size": 1}, "rollout.group_size", "there is 1 of each", "2 or more"),
+    (
+      GRPO | {"algorithm.critic_warmup_steps": 10},
+      "algorithm.critic_warmup_steps",
+      "10 critic-only steps",
+      "--config.algorithm.critic_warmup_steps=0",
+    ),
+    (GRPO | {"algorithm.truncation": "bootstrap"}, "algorithm.truncation", "critic's value", "'zero' or 'mask'"),
     ({"algorithm.router_replay": True}, "algorithm.router_replay", "no layer with experts", "False"),
     (
       {"algorithm.router_replay": True, "model.num_experts": 2**15 + 1},
@@ -141,6 +152,9 @@ def test_evaluation_may_filter_and_be_greedy(overrides):
     {"algorithm.epsilon_low": 1.0},
     {"sampler.prefill_buckets": (16,)},  # longer prompts are written in pieces
     {"model.vocab_size": 512},
+    GRPO,
+    GRPO | {"algorithm.truncation": "mask"},
+    {"rollout.group_size": 2},  # with a critic: groups are a choice of prompts only
   ],
 )
 def test_unusual_but_sound(overrides):
@@ -154,7 +168,7 @@ def test_a_misspelt_name_gets_the_nearest(field):
   assert error.field == field
   assert f"Did you mean {choices[-1]!r}?" in error.remedy and all(repr(choice) in error.remedy for choice in choices)
   for choice in choices:
-    if choice != "split":  # needs sampler_devices
+    if choice not in ("split", "grpo"):  # which need sampler_devices, and groups
       validate(config_tree.replace(VALID, {field: choice}), training=True)
 
 

@@ -12,8 +12,8 @@ from toys.glm5_toy import TINY as GLM5
 
 from sao_jax.config import ModelConfig
 from sao_jax.huggingface.families import family_of_model
-from sao_jax.models import value
-from sao_jax.models.value import frozen_value_paths, value_param_specs, value_params_from_policy
+from sao_jax.models import critic
+from sao_jax.models.critic import critic_params_from_policy, critic_specs, frozen_critic_paths
 from sao_jax.parallel.params import path_names
 
 GROUPED = ["q", "k", "v", "o"]
@@ -44,21 +44,21 @@ def test_what_is_frozen(name):
   assert family_of_model(config).model_type == family
   expected = {f"{layer}/attention/{leaf}" for layer in layers for leaf in leaves}
   fixed = NO_GRADIENT.get(family, set())
-  assert frozen_value_paths(config) == expected | fixed
-  declared = set(path_names(value_param_specs(config)))
+  assert frozen_critic_paths(config) == expected | fixed
+  declared = set(path_names(critic_specs(config)))
   assert expected == {path for path in declared if "/attention/" in path}
   assert fixed == {path for path in declared if path.startswith("indexer") or path.endswith("correction_bias")}
-  assert frozen_value_paths(config, attention=False) == fixed  # in value pretraining too
-  router = frozen_value_paths(config, attention=False, router=True) - fixed
+  assert frozen_critic_paths(config, attention=False) == fixed  # in value pretraining too
+  router = frozen_critic_paths(config, attention=False, router=True) - fixed
   assert router == {path for path in declared if path.endswith("moe/router")}
   assert bool(router) == bool(config.num_experts)
 
 
 def test_a_parameter_that_no_list_names_is_noticed(monkeypatch):
-  monkeypatch.setattr(value, "ATTENTION", tuple(name for name in value.ATTENTION if name != "k_bias"))
-  assert frozen_value_paths(hf_toy.DENSE)
+  monkeypatch.setattr(critic, "ATTENTION", tuple(name for name in critic.ATTENTION if name != "k_bias"))
+  assert frozen_critic_paths(hf_toy.DENSE)
   with pytest.raises(ValueError, match="dense_layers/attention/k_bias"):
-    frozen_value_paths(hf_toy.GLM)
+    frozen_critic_paths(hf_toy.GLM)
 
 
 @pytest.mark.parametrize("initializer", ["zeros", "normal"])
@@ -66,7 +66,7 @@ def test_the_head(initializer):
   """Zeros, or N(0, initializer_range) that depends on the key; the trunk is the policy's."""
   config = dataclasses.replace(hf_toy.DENSE, d_model=512, num_layers=1, initializer_range=0.05)
   policy = hf_toy.random_params(config)
-  make = lambda seed: value_params_from_policy(policy, config, 4, initializer, jax.random.key(seed))
+  make = lambda seed: critic_params_from_policy(policy, config, 4, initializer, jax.random.key(seed))
   first, second = make(0), make(1)
   for name in ("embed", "final_norm", "dense_layers"):
     jax.tree.map(np.testing.assert_array_equal, first[name], policy[name])

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from toys.sharding_toy import loss_and_gradients, make_batch
 
 from sao_jax.config import MeshConfig, ModelConfig
+from sao_jax.models.critic import critic_specs
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_param_specs
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
 from sao_jax.parallel.params import init_params, param_shardings
 from sao_jax.parallel.rules import DEFAULT_RULES
@@ -27,7 +27,7 @@ MESHES = {"data": MeshConfig(data=8, fsdp=1), "fsdp x expert x tensor": MeshConf
 
 @functools.cache
 def on_one_device(network, config):
-  specs = param_specs(config) if network == "policy" else value_param_specs(config)
+  specs = param_specs(config) if network == "policy" else critic_specs(config)
   params = jax.tree.map(lambda x: x + 0.1 * jnp.sin(x * 1e4), init_params(specs, jax.random.key(0)))
   return specs, params, loss_and_gradients(network, config, None)(params, make_batch())
 

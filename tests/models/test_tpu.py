@@ -40,7 +40,7 @@ batch = TrajectoryBatch(ids, ids, ids, ids, flag, flag, number, ids, number, fla
 policy_apply = make_policy_apply(config, mesh=mesh)
 
 def loss(params, batch):
-  return jnp.sum(policy_apply(params, batch)[0])
+  return jnp.sum(policy_apply(params, batch).logprobs)
 
 compiled = jax.jit(jax.grad(loss)).lower(params, batch).compile()
 kernels = compiled.as_text().count("tpu_custom_call")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from sao_jax.config import ModelConfig
+from sao_jax.models.critic import critic_params_from_policy, critic_specs, frozen_critic_paths, make_critic_apply
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import frozen_value_paths, make_value_apply, value_param_specs, value_params_from_policy
 from sao_jax.parallel.params import init_params, path_names
 from sao_jax.types import TrajectoryBatch
 
@@ -31,8 +31,8 @@ def batch_of(ids):
 def test_zero_head_gives_zero_values_and_no_trunk_gradient():
   """G7."""
   policy = init_params(param_specs(MOE), jax.random.key(0))
-  params = value_params_from_policy(policy, MOE)
-  apply = make_value_apply(MOE)
+  params = critic_params_from_policy(policy, MOE)
+  apply = make_critic_apply(MOE)
   batch = batch_of([[1, 2, 3, 4]])
 
   def loss(params):
@@ -50,8 +50,8 @@ def test_zero_head_gives_zero_values_and_no_trunk_gradient():
 def test_the_language_model_head_is_never_sliced(num_outputs):
   """G7: the head is new whatever the checkpoint holds; the trunk is a copy, not the policy's own buffers."""
   policy = init_params(param_specs(MIXED), jax.random.key(0))
-  params = value_params_from_policy(policy, MIXED, num_outputs)
-  specs = value_param_specs(MIXED, num_outputs)
+  params = critic_params_from_policy(policy, MIXED, num_outputs)
+  specs = critic_specs(MIXED, num_outputs)
   assert path_names(params) == path_names(specs) and "head" not in params
   assert jax.tree.map(lambda x: x.shape, params) == jax.tree.map(lambda s: s.shape, specs)
   np.testing.assert_array_equal(params["value_head"], np.zeros((8, num_outputs), np.float32))
@@ -62,9 +62,9 @@ def test_the_language_model_head_is_never_sliced(num_outputs):
 
 def test_state_alignment():
   """Entry t reads the tokens up to t: a later token changes only later entries."""
-  params = init_params(value_param_specs(DENSE), jax.random.key(0))
+  params = init_params(critic_specs(DENSE), jax.random.key(0))
   params["value_head"] = jnp.ones((8, 1), jnp.float32)
-  apply = jax.jit(make_value_apply(DENSE))
+  apply = jax.jit(make_critic_apply(DENSE))
   a, b = apply(params, batch_of([[1, 2, 3, 4]])), apply(params, batch_of([[1, 2, 5, 4]]))
   np.testing.assert_allclose(a[0, :2], b[0, :2], atol=1e-6)
   assert np.abs(a - b)[0, 2:].min() > 0
@@ -82,18 +82,18 @@ FROZEN = {
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_paths_are_an_explicit_list(name):
   config, expected = FROZEN[name]
-  paths = frozen_value_paths(config)
+  paths = frozen_critic_paths(config)
   assert paths == frozenset(expected)
-  names = set(path_names(value_param_specs(config)))
+  names = set(path_names(critic_specs(config)))
   assert paths <= names
   assert paths == {name for name in names if name.split("/")[1:2] == ["attention"]}  # all of the attention modules
   assert not {name for name in paths if "attention_norm" in name}  # the norm before is no part of the module
 
 
 def test_optional_frozen_parts():
-  assert frozen_value_paths(MIXED, attention=False) == frozenset()
-  assert frozen_value_paths(MIXED, attention=False, router=True) == {"moe_layers/moe/router"}
-  assert frozen_value_paths(DENSE, attention=False, router=True) == frozenset()
-  assert frozen_value_paths(MIXED, attention=False, embeddings=True) == {"embed"}
-  everything = frozen_value_paths(MIXED, router=True, embeddings=True)
-  assert everything <= set(path_names(value_param_specs(MIXED))) and len(everything) == 14
+  assert frozen_critic_paths(MIXED, attention=False) == frozenset()
+  assert frozen_critic_paths(MIXED, attention=False, router=True) == {"moe_layers/moe/router"}
+  assert frozen_critic_paths(DENSE, attention=False, router=True) == frozenset()
+  assert frozen_critic_paths(MIXED, attention=False, embeddings=True) == {"embed"}
+  everything = frozen_critic_paths(MIXED, router=True, embeddings=True)
+  assert everything <= set(path_names(critic_specs(MIXED))) and len(everything) == 14

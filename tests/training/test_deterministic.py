@@ -21,7 +21,7 @@ from toys.runs import assert_identical, interrupted_after
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
-from sao_jax.learner import setup
+from sao_jax.learner import placement, setup
 from sao_jax.report.metrics import read_metrics
 from sao_jax.training import loop, phases, replay
 from sao_jax.training.consumed import Record
@@ -34,7 +34,7 @@ DEADLINE = 240.0  # seconds; only a hang takes as long
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
 
 
 def consumed(workdir, step):
@@ -45,7 +45,7 @@ def consumed(workdir, step):
 def uninterrupted(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("uninterrupted")
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+    patch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
     return workdir, loop.train(killed_run.get_config(STEPS, latency_seed=1), workdir)
 
 

@@ -133,7 +133,7 @@ class Family:
   def tensor_table(self, config: ModelConfig, specs: Specs) -> dict[str, Tensor]:
     """Returns a `Tensor` for each parameter of `specs`, by its full name.
 
-    `specs` declares a policy, or a value network without its head.
+    `specs` declares a policy, or a critic without its head.
     """
     table = {}
     for path, spec in jax.tree_util.tree_leaves_with_path(specs):

@@ -1,4 +1,4 @@
-"""The value network: the policy's trunk with its own parameters and a zero-initialised scalar (or bin) head."""
+"""The critic: the policy's trunk with its own parameters and a zero-initialised scalar (or bin) head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATTENTION = (
 )
 
 
-def value_param_specs(config: ModelConfig, num_outputs: int = 1, initializer: str = "zeros") -> Specs:
+def critic_specs(config: ModelConfig, num_outputs: int = 1, initializer: str = "zeros") -> Specs:
   """The policy's parameters without a language-model head, plus "value_head" [D, num_outputs].
 
   The head starts as "zeros", so that V = 0, or "normal": N(0, config.initializer_range).
@@ -37,43 +37,43 @@ def value_param_specs(config: ModelConfig, num_outputs: int = 1, initializer: st
   return specs | {"value_head": head}
 
 
-def value_params_from_policy(
+def critic_params_from_policy(
   policy_params: Params,
   config: ModelConfig,
   num_outputs: int = 1,
   initializer: str = "zeros",
   key: Key[Array, ""] | None = None,
 ) -> Params:
-  """A value network that starts from a policy: a copy of its trunk and a new head, see `value_param_specs`.
+  """A critic that starts from a policy: a copy of its trunk and a new head, see `critic_specs`.
 
   The language-model head is never read, whatever its shape: a slice of it would be a value head that knows tokens.
   `key` is for a "normal" head.
   """
-  specs = value_param_specs(config, num_outputs, initializer)
+  specs = critic_specs(config, num_outputs, initializer)
   trunk = {name: jax.tree.map(jnp.copy, policy_params[name]) for name in specs if name != "value_head"}
   head = init_params({"value_head": specs["value_head"]}, jax.random.key(0) if key is None else key)
   return trunk | head
 
 
-def make_value_apply(
+def make_critic_apply(
   config: ModelConfig, *, mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
 ) -> Callable[[Params, TrajectoryBatch], jax.Array]:
-  """Returns `value_apply(params, batch) -> outputs [B, T, num_outputs]`, fp32 and state-aligned.
+  """Returns `critic_apply(params, batch) -> outputs [B, T, num_outputs]`, fp32 and state-aligned.
 
   Entry t is the output after reading the tokens up to and including t: the value of the state before token t + 1.
   """
 
-  def value_apply(params: Params, batch: TrajectoryBatch) -> jax.Array:
+  def critic_apply(params: Params, batch: TrajectoryBatch) -> jax.Array:
     hidden, _ = packed_trunk(params, config, batch, mesh, rules)  # the policy's experts are not the critic's
     return linear(hidden, params["value_head"], dtype=jnp.float32)
 
-  return value_apply
+  return critic_apply
 
 
-def frozen_value_paths(
+def frozen_critic_paths(
   config: ModelConfig, *, attention: bool = True, router: bool = False, embeddings: bool = False
 ) -> frozenset[str]:
-  """The leaves of the value network that stay fixed during RL, by full name; nothing is matched by pattern.
+  """The leaves of the critic that stay fixed during RL, by full name; nothing is matched by pattern.
 
   Attention means all parameters of the attention modules, their q/k norms and biases included, but not the norms before
   them. The indexers of sparse attention and the correction biases of routers, which have no gradient, are always in it.
@@ -81,7 +81,7 @@ def frozen_value_paths(
   Raises:
     ValueError: the model declares a parameter of attention that `ATTENTION` does not list.
   """
-  declared = set(path_names(value_param_specs(config)))
+  declared = set(path_names(critic_specs(config)))
   listed = {f"{layers}/attention/{name}" for layers in ("dense_layers", "moe_layers") for name in ATTENTION}
   unlisted = {name for name in declared if "/attention/" in name} - listed
   if unlisted:

@@ -235,6 +235,7 @@ def load_params(
       except _UNREADABLE as error:
         problem = f"cannot be read at step {max(steps)} ({error})"
 
+  # No directory, no checkpoint (of this step), or a damaged one.
   wanted = "" if step is None else f" of step {step}"
   raise ConfigError(
     "model.checkpoint",

@@ -53,6 +53,7 @@ def check_same_leaves(
   if not different:
     return
 
+  # One leaf says enough: another model or optimiser differs in many.
   name = different[0]
   more = f" (and {len(different) - 1} more differ)" if len(different) > 1 else ""
   raise ConfigError(

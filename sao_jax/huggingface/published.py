@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from sao_jax.config import ModelConfig
+from sao_jax.models.attention.sparse import is_full
 from sao_jax.models.moe import EXPERT_WEIGHTS
-from sao_jax.models.sparse_attention import is_full
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import count_params, path_name
 

@@ -10,21 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention import packed_attend
-from sao_jax.models.latent_attention import packed_latent_attend
+from sao_jax.models.attention import attention_kind
 from sao_jax.models.logprobs import token_logprobs
 from sao_jax.models.moe import Routed
-from sao_jax.models.transformer import Attend, trunk
+from sao_jax.models.transformer import trunk
 from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params
 from sao_jax.types import PolicyOutputs, RouterStatistics, TrajectoryBatch
-
-
-def attend_within_segments(config: ModelConfig, segment_ids: Int[Array, "B T"], layout: Layout = ONE_DEVICE) -> Attend:
-  """The `attend` argument of `trunk` for packed rows, for this model's kind of attention."""
-  if config.kv_lora_rank:
-    return packed_latent_attend(segment_ids, config, layout)
-  return packed_attend(segment_ids, layout)
 
 
 def packed_trunk(
@@ -40,7 +32,7 @@ def packed_trunk(
     config,
     batch.token_ids,
     batch.positions,
-    attend=attend_within_segments(config, batch.segment_ids, layout),
+    attend=attention_kind(config).packed(config, batch.segment_ids, layout),
     routed_experts=routed_experts,
     layout=layout,
   )

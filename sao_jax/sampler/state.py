@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.parallel.layout import Layout
-from sao_jax.sampler.cache import Cache, KVCache, empty_cache
+from sao_jax.sampler.cache import Cache
+from sao_jax.sampler.caches import empty_cache
 
 # Stop ids per slot; unused places hold -1, which no token equals.
 MAX_STOP_IDS = 8
@@ -70,12 +71,9 @@ def empty_slots(num_slots: int) -> SlotState:
 
 
 def state_shardings(state: EngineState, layout: Layout) -> EngineState:
-  """Slots over the data axes, kv heads over "tensor"; a latent is for all heads, so each of these devices has it."""
-  slots = layout.sharding("slots")
-  heads = layout.sharding("slots", None, "kv_heads")
-  of_cache = heads if isinstance(state.cache, KVCache) else slots
-  place = lambda tree, sharding: jax.tree.map(lambda _: sharding, tree)
-  return EngineState(cache=place(state.cache, of_cache), slots=place(state.slots, slots))
+  """Slots over the data axes, the heads of a cache that has any over "tensor" (`Cache.LOGICAL_AXES`)."""
+  place = lambda tree, *logical: jax.tree.map(lambda _: layout.sharding(*logical), tree)
+  return EngineState(cache=place(state.cache, *state.cache.LOGICAL_AXES), slots=place(state.slots, "slots"))
 
 
 def place_state(state: EngineState, layout: Layout) -> EngineState:

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.transformer import Attend, head_logits, trunk
+from sao_jax.models.transformer import head_logits, trunk
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.params import Params
-from sao_jax.sampler.attend import cached_attend
-from sao_jax.sampler.cache import Cache, cache_dtype, empty_cache, num_positions, read_window, update_slots
-from sao_jax.sampler.latent_attend import cached_latent_attend
+from sao_jax.sampler.cache import read_window, update_slots
+from sao_jax.sampler.caches import empty_cache
 from sao_jax.sampler.sampling import SamplingRule, sample_tokens, slot_uniforms
 from sao_jax.sampler.state import EngineState, SlotState, place_state, state_shardings
 
@@ -71,14 +70,14 @@ def extend(
     record_experts: static; for models with experts.
     layout: static.
   """
-  capacity, length = num_positions(state.cache), token_ids.shape[1]
+  capacity, length = state.cache.num_positions, token_ids.shape[1]
   starts = update.lengths
   overflow = starts + counts > capacity
   counts = jnp.where(overflow, 0, counts)
   positions = starts[:, None] + jnp.arange(length, dtype=jnp.int32)
   past = read_window(state.cache, slots, window)
-  new = empty_cache(config, token_ids.shape[0], length, cache_dtype(state.cache))
-  attend = _attend(config, past, starts, 0, length)
+  new = empty_cache(config, token_ids.shape[0], length, state.cache.dtype)
+  attend = past.attend(config, starts, 0, length)
   _, new, routed = trunk(params, config, token_ids, positions, attend=attend, carry=new, layout=layout)
   update = update.replace(lengths=starts + counts, active=update.active & ~overflow, overflow=overflow)
   shardings = None if layout.mesh is None else state_shardings(state, layout).cache
@@ -121,12 +120,12 @@ def decode(
     record_experts: static; for models with experts.
     layout: static.
   """
-  num_slots, capacity = state.slots.lengths.shape[0], num_positions(state.cache)
+  num_slots, capacity = state.slots.lengths.shape[0], state.cache.num_positions
   everything = slots.shape[0] == num_slots
   first = state.slots if everything else jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode="clip"), state.slots)
   first = first.replace(active=first.active & (slots < num_slots))
   past = read_window(state.cache, None if everything else slots, window)
-  new = empty_cache(config, slots.shape[0], max_steps, cache_dtype(state.cache))
+  new = empty_cache(config, slots.shape[0], max_steps, state.cache.dtype)
   uniforms = slot_uniforms(key, first.rollout_id, first.random_offset + first.lengths + 1, max_steps)
   shape = (max_steps, slots.shape[0])
   outputs = DecodeOutputs(
@@ -143,7 +142,7 @@ def decode(
 
   def one_step(carry):
     step, rows, new, outputs = carry
-    attend = _attend(config, past, first.lengths, step, max_steps)
+    attend = past.attend(config, first.lengths, step, max_steps)
     hidden, new, routed = trunk(
       params,
       config,
@@ -172,15 +171,6 @@ def decode(
   cache = update_slots(state.cache, new, which, first.lengths, written, shardings=shardings)
   table = last if everything else _put_rows(state.slots, slots, last)
   return place_state(EngineState(cache=cache, slots=table), layout), outputs.replace(overflow=last.overflow)
-
-
-def _attend(
-  config: ModelConfig, past: Cache, lengths: Int[Array, " R"], step: Int[Array, ""] | int, num_new: int
-) -> Attend:
-  """What the queries of a call with room for `num_new` positions read, for this model's kind of attention."""
-  if config.kv_lora_rank:
-    return cached_latent_attend(config, past, lengths, step, num_new)
-  return cached_attend(past, lengths, step)
 
 
 def _advance(rows: SlotState, tokens: Int[Array, " R"], capacity: int) -> tuple[SlotState, Bool[Array, " R"]]:

@@ -13,20 +13,21 @@ from toys.glm5_toy import TINY as GLM5
 from sao_jax.config import ModelConfig
 from sao_jax.huggingface.families import family_of_model
 from sao_jax.models import critic
+from sao_jax.models.attention.grouped import GROUPED
 from sao_jax.models.critic import critic_params_from_policy, critic_specs, frozen_critic_paths
 from sao_jax.parallel.params import path_names
 
-GROUPED = ["q", "k", "v", "o"]
+MATRICES = ["q", "k", "v", "o"]
 NORMS = ["q_norm", "k_norm"]
 BIASES = ["q_bias", "k_bias", "v_bias"]
 LATENT = ["q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b", "o"]
 AIR = dataclasses.replace(hf_toy.GLM, qk_norm=False)
 QWEN3_MOE = ModelConfig(num_experts=4)
 FROZEN = {  # layers and leaves of attention, per family
-  "qwen3": (hf_toy.DENSE, ["dense_layers"], GROUPED + NORMS),
-  "qwen3_moe": (QWEN3_MOE, ["moe_layers"], GROUPED + NORMS),
-  "glm4_moe": (hf_toy.GLM, ["dense_layers", "moe_layers"], GROUPED + NORMS + BIASES),
-  "glm4_moe without q/k norm": (AIR, ["dense_layers", "moe_layers"], GROUPED + BIASES),
+  "qwen3": (hf_toy.DENSE, ["dense_layers"], MATRICES + NORMS),
+  "qwen3_moe": (QWEN3_MOE, ["moe_layers"], MATRICES + NORMS),
+  "glm4_moe": (hf_toy.GLM, ["dense_layers", "moe_layers"], MATRICES + NORMS + BIASES),
+  "glm4_moe without q/k norm": (AIR, ["dense_layers", "moe_layers"], MATRICES + BIASES),
   "glm_moe_dsa": (GLM5, ["dense_layers", "moe_layers"], LATENT),
 }
 CORRECTION = {"moe_layers/moe/correction_bias"}
@@ -55,7 +56,8 @@ def test_what_is_frozen(name):
 
 
 def test_a_parameter_that_no_list_names_is_noticed(monkeypatch):
-  monkeypatch.setattr(critic, "ATTENTION", tuple(name for name in critic.ATTENTION if name != "k_bias"))
+  names = tuple(name for name in GROUPED.names if name != "k_bias")
+  monkeypatch.setattr(critic, "attention_kind", lambda config: dataclasses.replace(GROUPED, names=names))
   assert frozen_critic_paths(hf_toy.DENSE)
   with pytest.raises(ValueError, match="dense_layers/attention/k_bias"):
     frozen_critic_paths(hf_toy.GLM)

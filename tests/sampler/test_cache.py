@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sao_jax.config import ModelConfig
-from sao_jax.sampler.cache import KVCache, empty_cache, read_window, write_rows
+from sao_jax.sampler.cache import read_window, write_rows
+from sao_jax.sampler.caches import empty_cache
+from sao_jax.sampler.kv_cache import KVCache
 
 MODEL = ModelConfig(num_layers=2, num_kv_heads=2, head_dim=4)
 SLOTS, LENGTH, ROWS, WIDTH = 3, 7, 2, 4

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.errors import ConfigError
 from sao_jax.models.attention import Attend, attention_kind
 from sao_jax.models.linear import feed_forward, linear, rms_norm
 from sao_jax.models.lora import add_lora, lora_of
@@ -150,9 +149,6 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
 
   Set `straight` when `layer` is not inside a loop after compilation. XLA could then merge the recomputation with the
   forward pass and keep the activations; `prevent_cse` stops it.
-
-  Raises:
-    ConfigError: another policy.
   """
   if remat == "none":
     return layer
@@ -160,8 +156,6 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   }
-  if remat not in policies:
-    raise ConfigError("model.remat", f"{remat!r} is not known.", "choose none, dots or full.")
   return jax.checkpoint(layer, policy=policies[remat], prevent_cse=straight)
 
 

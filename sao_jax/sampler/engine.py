@@ -92,12 +92,12 @@ class Engine:
     `record_experts` keeps which experts were used for every token; only for models with experts.
 
     Raises:
-      ConfigError: sizes that cannot work.
+      ConfigError: the slots do not split over the mesh.
     """
     # Tokens of one sequence stay together: a decode step has one of each.
     self._layout = Layout(mesh, dataclasses.replace(DEFAULT_RULES, sequence=None))
     shards = self._layout.shards("slots")
-    buckets.check_sampler_config(sampler_config, shards)
+    buckets.check_slots(sampler_config, shards)
     self.params, self.version, self.vocab_size = params, version, model_config.vocab_size
     self.config, self._num_slots = sampler_config, sampler_config.num_slots
     self.routed_shape = model_config.routed_shape if record_experts else None

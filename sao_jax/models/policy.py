@@ -52,8 +52,8 @@ def make_policy_apply(
 
   Args:
     config: static.
-    temperature: the sampler's.
-    chunk: see `token_logprobs`, also for where the entries are 0.
+    temperature: the sampler's: logits are divided by it.
+    chunk: tokens whose logits are in memory at a time, see `token_logprobs`.
     layout: the one that parameters and batch are placed by.
   """
   head = functools.partial(token_logprobs, temperature=temperature, chunk=chunk, layout=layout)
@@ -70,15 +70,20 @@ def make_policy_apply(
 
 
 def count_routed(routed: Routed, batch: TrajectoryBatch, num_experts: int) -> RouterStatistics:
-  """What the routers did with the tokens of every row; padding is left out, but must be computed like all others."""
+  """Counts what the routers did with the tokens of every row. Padding is left out, except in `dropped`."""
   real = (batch.segment_ids > 0)[None]  # [1, B, T]
   count = lambda numbers: jnp.sum(jnp.where(real, numbers, 0), axis=2, dtype=jnp.float32).T  # [B, L]
+
+  # One-hot over the experts, summed over the tokens of a row and their k choices.
   num_active = routed.experts.shape[-1]
   chosen = routed.experts[..., None] == jnp.arange(num_experts, dtype=routed.experts.dtype)  # [L, B, T, k, E]
   load = jnp.sum(chosen & real[..., None, None], axis=(2, 3), dtype=jnp.float32)
+
+  # A token replays all its experts of a layer, or none: -1 marks the latter.
   replayed = jnp.zeros(routed.entropy.shape, jnp.bool_)
   if batch.routed_experts is not None:
     replayed = jnp.moveaxis(batch.routed_experts[..., 0] >= 0, 2, 0)
+
   return RouterStatistics(
     tokens=jnp.sum(real[0], axis=1, dtype=jnp.float32),
     load=jnp.moveaxis(load, 0, 1),

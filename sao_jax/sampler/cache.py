@@ -15,12 +15,12 @@ from sao_jax.models.attention import Attend
 
 
 class Cache:
-  """What the caches of all kinds of attention have in common. Each is a pytree of arrays [S, ...] over S slots.
+  """Common base of the caches of all kinds of attention, each a pytree of arrays [S, ...] over S slots.
 
   Attributes:
     POSITION_AXES: for every field, its axis of positions.
     WEIGHTED: the fields that weights of attention multiply.
-    LOGICAL_AXES: of every array, the axes that a mesh splits; further ones are whole.
+    LOGICAL_AXES: the logical axes of every array's first dimensions; a mesh does not split the others.
   """
 
   POSITION_AXES: ClassVar[Mapping[str, int]]
@@ -88,9 +88,9 @@ def write_rows(
   def write(row: jax.Array, cache: Cache) -> Cache:
     slot, start = slots[row], starts[row]
     count = jnp.where((slot >= 0) & (slot < num_slots), counts[row], 0)
-    block_start = jnp.clip(start, 0, length - width)
 
-    # The block [block_start, block_start + width) lies inside the cache; its entry i takes entry index[i] of the row.
+    # Writing in place wants a block inside the cache: near its end, the block starts before `start`.
+    block_start = jnp.clip(start, 0, length - width)
     index = jnp.arange(width, dtype=jnp.int32) - (start - block_start)
     written = (index >= 0) & (index < count)
 

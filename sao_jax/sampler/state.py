@@ -20,15 +20,15 @@ MAX_STOP_IDS = 8
 class SlotState:
   """One entry per slot.
 
-  The last token of a slot is always *pending*: its keys and values are not written yet. Decode feeds it, so that all
+  The last token of a slot is always *pending*: it is not in the cache yet. Decode feeds it, so that all
   sampling happens in decode, after a prompt as after a sampled token.
 
   Attributes:
-    lengths: int32, tokens whose keys and values are written; the pending token has this index in the trajectory.
+    lengths: int32, number of tokens that are in the cache; the pending token has this index in the trajectory.
     pending_token: int32, the last token, prompt or sampled.
     rollout_id: int32, with the run seed and a token's index it determines the token's random numbers.
     random_offset: int32, added to that index: tokens of the trajectory's earlier contexts.
-    active: bool, is a turn being decoded?
+    active: bool, True while a turn is decoded.
     budget: int32, tokens that the turn may still sample.
     stop_ids: int32, tokens that end the turn (they are sampled and kept); -1 where unused.
     temperature: float32.

@@ -21,7 +21,7 @@ from sao_jax.sampler.state import EngineState, SlotState, place_state, state_sha
 
 @flax.struct.dataclass
 class DecodeOutputs:
-  """What one dispatch sampled, for the R rows it decoded and at most N steps.
+  """The tokens that one dispatch sampled, for the R rows it decoded and at most N steps.
 
   Attributes:
     tokens: int32 [N, R].
@@ -53,7 +53,7 @@ def extend(
   record_experts: bool = False,
   layout: Layout,
 ) -> tuple[EngineState, Int[Array, "P T L k"] | None]:
-  """Writes keys and values of new tokens behind what the slots hold. Samples nothing.
+  """Writes new tokens to the cache, behind what the slots hold. Samples nothing.
 
   With `record_experts` the second result tells which experts were used for the tokens, int16.
 
@@ -61,8 +61,8 @@ def extend(
     params: the policy.
     state: donated.
     token_ids: row p's tokens are the first counts[p]; the rest is padding.
-    counts: tokens to write.
-    slots: where; a slot of num_slots (out of range) marks an unused row.
+    counts: number of tokens to write of each row.
+    slots: the slot of each row; num_slots (out of range) marks an unused row.
     update: P rows that replace the slots' fields. Its `lengths` are those *before* the call: the index of the first
       new token.
     config: static.
@@ -75,10 +75,13 @@ def extend(
   overflow = starts + counts > capacity
   counts = jnp.where(overflow, 0, counts)
   positions = starts[:, None] + jnp.arange(length, dtype=jnp.int32)
+
+  # The new tokens go to a small cache of their own, the carry of all layers, and from there to the slots.
   past = read_window(state.cache, slots, window)
   new = empty_cache(config, token_ids.shape[0], length, state.cache.dtype)
   attend = past.attend(config, starts, 0, length)
   _, new, routed = trunk(params, config, token_ids, positions, attend=attend, carry=new, layout=layout)
+
   update = update.replace(lengths=starts + counts, active=update.active & ~overflow, overflow=overflow)
   shardings = None if layout.mesh is None else state_shardings(state, layout).cache
   cache = update_slots(state.cache, new, slots, starts, counts, fresh=not window, shardings=shardings)
@@ -110,8 +113,9 @@ def decode(
   Args:
     params: the policy.
     state: donated.
-    key: of the run, `jax.random.key(seed)`.
-    slots: which slots; num_slots (out of range) marks an unused row. With R = num_slots, row r is slot r or unused.
+    key: the run's key, `jax.random.key(seed)`.
+    slots: the slot of each row; num_slots (out of range) marks an unused row. With R = num_slots, row r is slot r or
+      unused.
     num_steps: traced, so that the host may choose it freely.
     config: static.
     rule: static.
@@ -122,10 +126,14 @@ def decode(
   """
   num_slots, capacity = state.slots.lengths.shape[0], state.cache.num_positions
   everything = slots.shape[0] == num_slots
+
+  # The rows, their past, and a small cache for the tokens of this dispatch.
   first = state.slots if everything else jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode="clip"), state.slots)
   first = first.replace(active=first.active & (slots < num_slots))
   past = read_window(state.cache, None if everything else slots, window)
   new = empty_cache(config, slots.shape[0], max_steps, state.cache.dtype)
+
+  # Random numbers belong to (rollout, index of the token), whatever else is in the batch.
   uniforms = slot_uniforms(key, first.rollout_id, first.random_offset + first.lengths + 1, max_steps)
   shape = (max_steps, slots.shape[0])
   outputs = DecodeOutputs(
@@ -142,6 +150,8 @@ def decode(
 
   def one_step(carry):
     step, rows, new, outputs = carry
+
+    # Each row feeds its pending token, which this writes to the small cache.
     attend = past.attend(config, first.lengths, step, max_steps)
     hidden, new, routed = trunk(
       params,
@@ -152,9 +162,12 @@ def decode(
       carry=new,
       layout=layout,
     )
+
+    # The next token becomes the pending one, where the row goes on.
     logits = head_logits(params, config, hidden[:, 0])
     tokens, logprobs = sample_tokens(logits, uniforms[step], rows.temperature, rule)
     rows, emitted = _advance(rows, tokens, capacity)
+
     outputs = outputs.replace(
       tokens=outputs.tokens.at[step].set(tokens),
       logprobs=outputs.logprobs.at[step].set(logprobs),
@@ -166,6 +179,8 @@ def decode(
     return step + 1, rows, new, outputs
 
   _, last, new, outputs = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), first, new, outputs))
+
+  # What was sampled goes to the cache of the slots once per dispatch.
   shardings = None if layout.mesh is None else state_shardings(state, layout).cache
   written, which = last.lengths - first.lengths, None if everything else slots
   cache = update_slots(state.cache, new, which, first.lengths, written, shardings=shardings)

@@ -181,6 +181,7 @@ def latent_layer(
       keep = lambda: (selection, carry)
       selection, carry = jax.lax.cond(jnp.asarray(full)[layer_index], choose, keep)
 
+  # Absorbed or expanded, `attend` decides; heads are then joined and projected back.
   out, carry = attend.attend(q, latent, params["kv_b"], selection, layer_index, carry)
   return linear(out.reshape(*x.shape[:2], -1), params["o"].reshape(-1, x.shape[-1])), carry, selection
 

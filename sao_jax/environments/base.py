@@ -1,7 +1,7 @@
 """The Environment protocol: asynchronous reset and step on token ids.
 
-An environment *spec* is a frozen dataclass of settings that lives in the run's configuration. It makes an `Environment`
-per episode and offers the prompts. Text becomes tokens only inside the environment; what the policy sampled is never
+The *settings* of an environment are a frozen dataclass in the run's configuration. They make an `Environment` per
+episode and list the prompts. Text becomes tokens only inside the environment; what the policy sampled is never
 re-tokenised.
 """
 

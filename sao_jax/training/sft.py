@@ -74,7 +74,7 @@ class Demonstrations:
       raise ConfigError(
         "environment",
         f"{self._environment.name} produces no demonstrations to imitate",
-        "give its spec a `demonstration(prompt, tokenizer, rng)` method, or start RL from model.checkpoint",
+        "give its settings a `demonstration(prompt, tokenizer, rng)` method, or start RL from model.checkpoint",
       )
     self._tokenizer = self._environment.tokenizer()
     source = self._environment.prompts(self._tokenizer, "train", config.training.seed)

@@ -20,9 +20,9 @@ from sao_jax.learner.packing import shard_batch
 from sao_jax.models.critic import critic_params_from_policy
 from sao_jax.models.moe import moe_feed_forward
 from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.layout import ONE_DEVICE
 from sao_jax.parallel.params import init_params
 from sao_jax.parallel.publish import make_publish
-from sao_jax.parallel.rules import DEFAULT_RULES
 from sao_jax.types import TrajectoryBatch
 
 
@@ -152,7 +152,7 @@ def _layer(scale: Scale, config: ModelConfig) -> Callable[[], object]:
   x = jax.random.normal(jax.random.key(1), (scale.rows, scale.tokens, config.d_model), jnp.float32)
 
   def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    return jnp.mean(moe_feed_forward(params, x, config, None, DEFAULT_RULES)[0] * x, dtype=jnp.float32)
+    return jnp.mean(moe_feed_forward(params, x, config, ONE_DEVICE)[0] * x, dtype=jnp.float32)
 
   gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
   return lambda: jax.block_until_ready(gradients(params, x))

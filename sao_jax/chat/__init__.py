@@ -1,5 +1,6 @@
-"""Chat: the tokenizer and template of a Hugging Face folder, and conversations that grow turn by turn as token ids.
+"""Conversations as token ids, for models that speak through a Hugging Face tokenizer and chat template.
 
-Messages go in; token ids come out, with a mask of the sampled ones. Sampled ids are kept as they are and never
-tokenised again. The room needs the extra `hf`, and never imports jax.
+Messages and the ids that a policy sampled enter; the ids to append next leave, and the tool calls found in what was
+said. Sampled ids are never tokenised again: a template that rewrites history begins a new segment of the trajectory.
+This room never imports jax.
 """

@@ -1,5 +1,5 @@
-"""Data: the built-in byte tokenizer, and prompt sources whose order depends on the seed alone and can be resumed.
+"""Prompt sources and the built-in byte tokenizer.
 
-A source is a sequence of prompts (an environment's, or a TFDS data set); an iterator deals it out to the hosts, epoch
-by epoch. This room never imports jax itself.
+A sequence of prompts, or a TFDS data set, enters. An endless iterator leaves: its order depends on the seed alone, its
+position is JSON, and every host gets its own share. This room never imports jax itself.
 """

@@ -1,5 +1,5 @@
-"""Environments: the tasks that a policy learns, as episodes of token ids that end with one finite reward.
+"""Tasks: the protocol of environments, two complete ones, chats, and wrappers that add faults or delays.
 
-An environment's settings live in the run's configuration. They offer prompts and make one `Environment` per episode.
-Token ids, rewards, and failures that name the environment leave the room. This room never imports jax.
+A prompt and the token ids sampled in each turn enter; token ids to append and one finite reward per episode leave. What
+is not the policy's fault leaves as an `EnvironmentFailure`, never as a reward of 0. This room never imports jax.
 """

@@ -1,4 +1,5 @@
-"""Report: the paper trail of a run. Metric lines and episodes go into files; curves and one HTML page come out.
+"""The paper trail of a run: metric lines, progress, curves, and one HTML page.
 
-Everything shown is read back from the files in the run's directory, so a report needs no running process.
+Metrics of every step and shown episodes enter; `metrics.jsonl`, TensorBoard events, PNG curves and one self-contained
+page leave. The page needs only the files in the working directory.
 """

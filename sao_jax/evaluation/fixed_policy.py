@@ -11,11 +11,11 @@ from sao_jax.config import RunConfig
 from sao_jax.episode import EnvironmentFailure, Prompt, Trajectory
 from sao_jax.evaluation.event_loop import run_in_background
 from sao_jax.interrupt import StopSignal
-from sao_jax.rollout.intake import Rollout
+from sao_jax.rollout.ledger import Rollout
 from sao_jax.rollout.outcomes import BadEvidence, PromptTooLong, RolloutSilent
 from sao_jax.rollout.run_episode import EpisodeLimits, within
 from sao_jax.rollout.runner import EpisodeRunner
-from sao_jax.rollout.watchdog import Progress, describe_tasks
+from sao_jax.rollout.watchdog import Activity, describe_tasks
 from sao_jax.sampler.service import SamplerService
 
 CHECKED_PROMPTS = 16
@@ -49,15 +49,15 @@ def run_episodes(
     Interrupted: the process was asked to stop.
     RolloutSilent: nothing has happened for `training.watchdog_seconds`.
   """
-  progress = Progress()
+  activity = Activity()
 
   def look(event_loop: asyncio.AbstractEventLoop) -> None:
-    if progress.silence > config.training.watchdog_seconds:
+    if activity.silence > config.training.watchdog_seconds:
       tasks = describe_tasks(asyncio.all_tasks(event_loop))
-      raise RolloutSilent(f"nothing has happened for {progress.silence:.0f} s in {len(prompts)} episodes\n{tasks}")
+      raise RolloutSilent(f"nothing has happened for {activity.silence:.0f} s in {len(prompts)} episodes\n{tasks}")
 
   prompts = list(prompts)
-  episodes = _run_all(config, service, prompts, temperature, first_rollout_id, progress)
+  episodes = _run_all(config, service, prompts, temperature, first_rollout_id, activity)
   return run_in_background(episodes, interrupt=interrupt, look=look)
 
 
@@ -67,7 +67,7 @@ async def _run_all(
   prompts: Sequence[Prompt],
   temperature: float,
   first_rollout_id: int,
-  progress: Progress,
+  activity: Activity,
 ) -> tuple[list[Trajectory], list[Exception]]:
   tokenizer = config.environment.tokenizer()
   runner = EpisodeRunner(
@@ -77,7 +77,7 @@ async def _run_all(
     temperature=temperature,
     timeout=config.rollout.environment_timeout,
     retries=config.rollout.environment_retries,
-    on_activity=progress.beat,
+    on_activity=activity.note,
   )
   free_slots = asyncio.Semaphore(config.sampler.num_slots)
 

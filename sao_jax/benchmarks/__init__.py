@@ -1,1 +1,5 @@
-"""Measurements of this code on the machine at hand, as ratios taken in one run; `launch.benchmark` prints them."""
+"""Measurements of this code on the machine at hand, for `launch.benchmark`.
+
+A scale (full, or tiny for tests) enters; ratios taken in one run leave, as dicts for JSON and as tables. Every figure
+is compared with a limit or a peer measured next to it, because the speed of a machine drifts.
+"""

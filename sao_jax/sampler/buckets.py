@@ -3,46 +3,42 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Sequence
-
-from jax.sharding import Mesh
 
 from sao_jax.config import SamplerConfig
 from sao_jax.errors import ConfigError
-from sao_jax.parallel.rules import AxisRules
 
 _SMALLEST_WINDOW = 64
 
 
 def smallest_bucket(buckets: Sequence[int], size: int) -> int:
-  """The smallest of the ascending `buckets` that holds `size`, or the largest of them."""
+  """Returns the smallest of the ascending `buckets` that holds `size`; the largest one if none does."""
   return buckets[min(bisect.bisect_left(buckets, size), len(buckets) - 1)]
 
 
 def window_buckets(config: SamplerConfig) -> tuple[int, ...]:
-  """Attended cache lengths, ascending, the last one the whole cache."""
+  """Returns the attended cache lengths, ascending; the last one is the whole cache."""
   sizes = set(config.window_buckets) or {2**i for i in range(31) if 2**i >= _SMALLEST_WINDOW}
   return (*sorted(size for size in sizes if size < config.context_length), config.context_length)
 
 
 def prefill_buckets(config: SamplerConfig) -> tuple[int, ...]:
-  """Padded lengths of a prefill, ascending; a longer prompt is written in several pieces."""
+  """Returns the padded lengths of a prefill, ascending; a longer prompt is written in several pieces."""
   return tuple(sorted({min(size, config.context_length) for size in config.prefill_buckets}))
 
 
 def prefix_windows(config: SamplerConfig) -> tuple[int, ...]:
-  """The windows that a prefill behind other tokens compiles for: every second one, down from the whole cache."""
+  """Returns the windows of a prefill behind other tokens, ascending: every second one, counted from the whole cache."""
   return window_buckets(config)[::-1][::2][::-1]
 
 
 def decode_batches(config: SamplerConfig) -> tuple[int, ...]:
-  """Numbers of slots that decode compiles for, ascending: the largest, and quarters of it for the end of a run."""
+  """Returns the numbers of slots per decode, ascending: the largest one, and quarters of it for the end of a run."""
   return _quarters(min(config.decode_batch, config.num_slots), smallest=8)
 
 
 def prefill_batches(config: SamplerConfig) -> tuple[int, ...]:
-  """Numbers of sequences per prefill call, ascending from 1."""
+  """Returns the numbers of sequences per prefill, ascending from 1."""
   return _quarters(config.prefill_batch, smallest=1)
 
 
@@ -51,11 +47,6 @@ def _quarters(largest: int, smallest: int) -> tuple[int, ...]:
   while sizes[-1] > smallest:
     sizes.append(max(sizes[-1] // 4, smallest))
   return tuple(reversed(sizes))
-
-
-def data_shards(mesh: Mesh, rules: AxisRules) -> int:
-  """How many devices share the slots, or the rows of a batch."""
-  return math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch"))
 
 
 def check_slots(config: SamplerConfig, shards: int) -> None:

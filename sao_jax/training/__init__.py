@@ -1,1 +1,4 @@
-"""The readable loop around the train step: checkpoints, metrics, evaluation, reports."""
+"""The readable loop and its phases: imitation, value pretraining, asynchronous SAO, replay.
+
+A checked `RunConfig` and a working directory enter; checkpoints, metrics and a trained policy leave. Begin with `loop`.
+"""

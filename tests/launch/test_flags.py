@@ -378,16 +378,17 @@ def test_the_configuration_is_printed_and_what_changed_is_marked(config_file):
   assert "* sampler.top_k = 3" in refused.stdout
 
 
-@pytest.mark.parametrize("name", ["sft", "pretrain_value", "train", "replay", "evaluate"])
-def test_a_program_validates_once_and_before_it_writes(tmp_path, name):
-  """One that ends at a mesh that does not fit has validated; what is probably not meant is said once."""
-  toy, hinted = "--config=tests/toys/training_toy.py", "--config.rollout.max_staleness=0"
-  done = program(name, toy, f"--workdir={tmp_path}", hinted, "--config.mesh.tensor=3")
+@pytest.mark.parametrize("name", ["sft", "pretrain_value", "train", "replay"])
+def test_a_program_validates_once(tmp_path, name):
+  """One that ends at a mesh that does not fit has validated before; what is probably not meant is said once."""
+  flags_of_it = ("--config=tests/toys/training_toy.py", f"--workdir={tmp_path}", "--config.mesh.tensor=3")
+  done = program(name, *flags_of_it, "--config.rollout.max_staleness=0")
   assert done.returncode == 2 and "error: mesh" in done.stderr, done.stderr
   assert done.stderr.count("is below rollout.admission_staleness") == 1
-  assert not list(tmp_path.glob("*/*"))
-  (tmp_path / "config.json").unlink(missing_ok=True)
-  if name != "evaluate":
-    refused = program(name, toy, f"--workdir={tmp_path}", "--config.sampler.top_p=0.9")
-    assert refused.returncode == 2 and "error: sampler.top_p" in refused.stderr, refused.stderr
-    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_training_refuses_is_refused_before_anything_is_written(tmp_path):
+  flags_of_it = ("--config=tests/toys/training_toy.py", f"--workdir={tmp_path}", "--config.sampler.top_p=0.9")
+  done = program("train", *flags_of_it)
+  assert done.returncode == 2 and "error: sampler.top_p" in done.stderr, done.stderr
+  assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ import pytest
 
 import sao_jax
 from sao_jax.algorithm.advantage import packed_returns
-from sao_jax.algorithm.scans import affine_scan
+from sao_jax.algorithm.tokens import affine_scan
 from sao_jax.algorithm.value_loss import HLGaussHead
 from sao_jax.models.linear import rms_norm
 from sao_jax.sampler import cache

@@ -1,0 +1,209 @@
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+A token's keys and values are one small vector, its latent of m = R + r numbers: R compressed ones, c, from which every
+head derives a key and a value, and a rotary key of r numbers that all heads share. Head h reads the key (c W_h, rotary)
+and the value c U_h, where kv_b holds W and U of all heads. Two forms of the same attention:
+
+* expanded, for training: build every head's keys and values, then ordinary attention;
+* absorbed, for sampling: since q · (c W_h) = (q W_hᵀ) · c, multiply the query instead and attend over the latents
+  themselves, all heads over the same one; U_h follows after the weighted sum. The cache holds latents only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from sao_jax.config import ModelConfig
+from sao_jax.models.attention.kind import AttentionKind
+from sao_jax.models.attention.packed import packed_attention, packed_causal_mask
+from sao_jax.models.attention.sparse import (
+  Index,
+  index,
+  index_scores,
+  indexer_paths,
+  indexer_specs,
+  is_full,
+  select_top_k,
+)
+from sao_jax.models.linear import linear, rms_norm
+from sao_jax.models.rope import apply_interleaved_rope
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
+from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
+
+LATENT_NORM_EPS = 1e-6  # of the two norms in here, whatever rms_norm_eps is, as transformers has it
+
+
+def latent_specs(config: ModelConfig) -> Specs:
+  """The parameters of one layer: queries and key-values, each through a narrow normalised vector, and the output."""
+  spec = functools.partial(ParamSpec, dtype=config.param_dtype, stddev=config.initializer_range)
+  dim, heads, q_rank, rank = config.d_model, config.num_heads, config.q_lora_rank, config.kv_lora_rank
+  plain, rotary, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+  norm = lambda width: spec((width,), (None,), "ones", compute_dtype="float32")
+  return {
+    "q_a": spec((dim, q_rank), ("embed", None)),
+    "q_a_norm": norm(q_rank),
+    "q_b": spec((q_rank, heads, plain + rotary), ("latent", "heads", None)),
+    "kv_a": spec((dim, rank + rotary), ("embed", None)),
+    "kv_a_norm": norm(rank),
+    "kv_b": spec((rank, heads, plain + value), ("latent", "heads", None)),
+    "o": spec((heads, value, dim), ("heads", None, "embed")),
+  }
+
+
+def latent_queries(
+  params: Params, x: Float[Array, "B T D"], table: tuple[Array, Array], config: ModelConfig
+) -> tuple[Float[Array, "B T H q"], Float[Array, "B T Q"]]:
+  """The queries, n plain numbers and r rotated ones per head, and the compressed vector that they come from."""
+  compressed = rms_norm(linear(x, params["q_a"]), params["q_a_norm"], LATENT_NORM_EPS)
+  plain, rotary = jnp.split(linear(compressed, params["q_b"]), [config.qk_nope_head_dim], axis=-1)
+  return jnp.concatenate([plain, apply_interleaved_rope(rotary, table)], axis=-1), compressed
+
+
+def latent_keys(
+  params: Params, x: Float[Array, "B T D"], table: tuple[Array, Array], config: ModelConfig
+) -> Float[Array, "B T m"]:
+  """The latent of every token: compressed and normalised, then the rotated key."""
+  compressed, rotary = jnp.split(linear(x, params["kv_a"]), [config.kv_lora_rank], axis=-1)
+  rotary = apply_interleaved_rope(rotary[:, :, None], table)[:, :, 0]
+  return jnp.concatenate([rms_norm(compressed, params["kv_a_norm"], LATENT_NORM_EPS), rotary], axis=-1)
+
+
+def expand(
+  latent: Float[Array, "B S m"], kv_b: Float[Array, "R H e"], plain_dim: int
+) -> tuple[Float[Array, "B S H q"], Float[Array, "B S H v"]]:
+  """Keys and values of every head; `plain_dim` is n."""
+  compressed, rotary = jnp.split(latent, [kv_b.shape[0]], axis=-1)
+  plain, values = jnp.split(linear(compressed, kv_b), [plain_dim], axis=-1)
+  rotary = jnp.broadcast_to(rotary[:, :, None], (*plain.shape[:3], rotary.shape[-1]))
+  return jnp.concatenate([plain, rotary], axis=-1), values
+
+
+def absorb(q: Float[Array, "B T H q"], kv_b: Float[Array, "R H e"], plain_dim: int) -> Float[Array, "B T H m"]:
+  """Queries whose product with a latent is that of `q` with the latent's expanded key."""
+  plain, rotary = jnp.split(q, [plain_dim], axis=-1)
+  weight = kv_b[..., :plain_dim].astype(q.dtype)
+  absorbed = jnp.einsum("bthn,rhn->bthr", plain, weight, preferred_element_type=jnp.float32)
+  return jnp.concatenate([absorbed.astype(q.dtype), rotary], axis=-1)
+
+
+def absorbed_values(
+  weighted: Float[Array, "B T H R"], kv_b: Float[Array, "R H e"], plain_dim: int
+) -> Float[Array, "B T H v"]:
+  """The weighted sum of expanded values, from that of the compressed vectors."""
+  weight = kv_b[..., plain_dim:].astype(weighted.dtype)
+  values = jnp.einsum("bthr,rhv->bthv", weighted, weight, preferred_element_type=jnp.float32)
+  return values.astype(weighted.dtype)
+
+
+Selection = Bool[Array, "B T S"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttend:
+  """Says what the queries of a call read, and keeps latents if it wants to.
+
+  Attributes:
+    num_positions: S, the number of positions that there may be to read.
+    select: (index, number of the indexer, carry) -> (selection [B, T, S], carry).
+    attend: (q [B, T, H, q], latent [B, T, m], kv_b, selection or None, layer_index, carry) -> (out [B, T, H, v],
+      carry).
+  """
+
+  num_positions: int
+  select: Callable[[Index, jax.Array, Any], tuple[jax.Array, Any]]
+  attend: Callable[..., tuple[jax.Array, Any]]
+
+
+def packed_latent_attend(
+  config: ModelConfig, segment_ids: Int[Array, "B T"], layout: Layout = ONE_DEVICE
+) -> LatentAttend:
+  """Returns the `attend` of packed rows: expanded attention, causal within segments, carry untouched."""
+  mask = packed_causal_mask(segment_ids)
+  attention = packed_attention(layout)
+
+  # Choice and attention are both by the index in the row, and both causal within segments.
+  def select(index: Index, number: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+    del number
+    return select_top_k(index_scores(index.queries, index.weights, index.keys), mask, config.index_topk), carry
+
+  def attend(
+    q: jax.Array, latent: jax.Array, kv_b: jax.Array, selection: Selection, layer_index: jax.Array, carry: Any
+  ) -> tuple[jax.Array, Any]:
+    del layer_index
+    k, v = expand(latent, kv_b, config.qk_nope_head_dim)
+    return attention(q, k, v, mask if selection is None else selection), carry
+
+  return LatentAttend(segment_ids.shape[1], select, attend)
+
+
+def latent_layer(
+  params: Params,
+  x: Float[Array, "B T D"],
+  table: tuple[jax.Array, jax.Array],
+  config: ModelConfig,
+  attend: LatentAttend,
+  layer_index: jax.Array,
+  carry: Any,
+  *,
+  shared: Params,
+  passed: Selection,
+) -> tuple[Float[Array, "B T D"], Any, Selection]:
+  """Queries and latents of the tokens, the choice of what they read, `attend`, output; see `kind.AttentionLayer`.
+
+  With sparse attention `passed` is the selection of the layer before; a layer without an indexer of its own reads it
+  again, and passes it on.
+  """
+  q, compressed = latent_queries(params, x, table, config)
+  latent = latent_keys(params, x, table, config)
+  selection = passed
+
+  if config.index_topk:
+    # Indexers are stacked over the layers that have one: `number` counts those up to this layer.
+    full = np.asarray(is_full(config))
+    number = jnp.asarray(np.cumsum(full) - 1, jnp.int32)[layer_index]
+
+    def choose() -> tuple[jax.Array, Any]:
+      take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+      own = jax.tree.map(take, shared["indexer_layers"])
+      return attend.select(index(own, x, compressed, table, config), number, carry)
+
+    if full.all():
+      selection, carry = choose()
+    else:
+      keep = lambda: (selection, carry)
+      selection, carry = jax.lax.cond(jnp.asarray(full)[layer_index], choose, keep)
+
+  # Absorbed or expanded, `attend` decides; heads are then joined and projected back.
+  out, carry = attend.attend(q, latent, params["kv_b"], selection, layer_index, carry)
+  return linear(out.reshape(*x.shape[:2], -1), params["o"].reshape(-1, x.shape[-1])), carry, selection
+
+
+def no_selection(config: ModelConfig, attend: LatentAttend, batch: int, length: int) -> Selection:
+  """Returns the selection that is passed to the first layer, which replaces it; None without sparse attention."""
+  return jnp.zeros((batch, length, attend.num_positions), jnp.bool_) if config.index_topk else None
+
+
+def shared_indexers(config: ModelConfig) -> Specs:
+  """The indexers of sparse attention, a stack of their own with one entry for each layer that has one."""
+  return {"indexer_layers": stack_specs(indexer_specs(config), sum(is_full(config)))} if config.index_topk else {}
+
+
+LATENT = AttentionKind(
+  specs=latent_specs,
+  layer=latent_layer,
+  packed=packed_latent_attend,
+  rotary_dim=lambda config: config.qk_rope_head_dim,
+  names=("q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b", "o"),
+  matrices={"q_a": 1, "q_b": 1, "kv_a": 1, "kv_b": 1, "o": 2},
+  shared_specs=shared_indexers,
+  start=no_selection,
+  fixed=indexer_paths,
+)

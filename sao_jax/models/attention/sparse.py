@@ -1,0 +1,116 @@
+"""Sparse attention by a lightning indexer (DSA; report of DeepSeek-V3.2-Exp, eq. 1 and 2).
+
+A few narrow heads score every earlier position for every query, and attention reads the best k of them only. The choice
+is discrete: no gradient reaches the indexer, which stays as it was trained before RL. It is deterministic as well (of
+equal scores the lower position wins; exact zeros are common behind the ReLU), so that sampler and learner choose alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from sao_jax.config import ModelConfig
+from sao_jax.models.linear import layer_norm, linear
+from sao_jax.models.rope import apply_interleaved_rope
+from sao_jax.parallel.params import Params, ParamSpec, Specs
+
+INDEXER = ("q", "k", "k_norm", "k_norm_bias", "weights")
+INDEXER_NORM_EPS = 1e-6
+QUERIES_AT_A_TIME = 128  # bounds the scores of single heads, [B, 128, I, S]
+
+
+class Index(NamedTuple):
+  """Queries, head weights and keys that an indexer makes of the tokens of a call: I heads of width i, one key for all.
+
+  Attributes:
+    queries: [B, T, I, i].
+    weights: fp32, one of each head for every query; they contain the scale of the scores.
+    keys: [B, T, i].
+  """
+
+  queries: Float[Array, "B T I i"]
+  weights: Float[Array, "B T I"]
+  keys: Float[Array, "B T i"]
+
+
+def indexer_specs(config: ModelConfig) -> Specs:
+  """The parameters of one indexer."""
+  spec = functools.partial(ParamSpec, dtype=config.param_dtype, stddev=config.initializer_range)
+  heads, width = config.index_num_heads, config.index_head_dim
+  return {
+    "q": spec((config.q_lora_rank, heads, width), ("latent", None, None)),
+    "k": spec((config.d_model, width), ("embed", None)),
+    "k_norm": spec((width,), (None,), "ones", compute_dtype="float32"),
+    "k_norm_bias": spec((width,), (None,), "zeros", compute_dtype="float32"),
+    "weights": spec((config.d_model, heads), ("embed", None), compute_dtype="float32"),
+  }
+
+
+def indexer_paths(config: ModelConfig) -> frozenset[str]:
+  """The full names of all indexer parameters, which training leaves alone in the policy and in the critic."""
+  return frozenset(f"indexer_layers/{name}" for name in INDEXER) if config.index_topk else frozenset()
+
+
+def is_full(config: ModelConfig) -> tuple[bool, ...]:
+  """For every layer: does it have an indexer of its own? The others read what the last one that has chose."""
+  return tuple(kind == "full" for kind in config.indexer_types) or (True,) * config.num_layers
+
+
+def index(
+  params: Params,
+  x: Float[Array, "B T D"],
+  compressed: Float[Array, "B T Q"],
+  table: tuple[Array, Array],
+  config: ModelConfig,
+) -> Index:
+  """Queries, head weights and keys; `compressed` is what the attention's own queries come from.
+
+  The first numbers of queries and keys are rotated, in interleaved pairs: transformers before 5.24 paired halves.
+  """
+  params, x, compressed = jax.lax.stop_gradient((params, x, compressed))
+  rotary_dim = config.qk_rope_head_dim
+
+  def rotate(x: Float[Array, "B T N i"]) -> Float[Array, "B T N i"]:
+    rotary, plain = jnp.split(x, [rotary_dim], axis=-1)
+    return jnp.concatenate([apply_interleaved_rope(rotary, table), plain], axis=-1)
+
+  keys = layer_norm(linear(x, params["k"]), params["k_norm"], params["k_norm_bias"], INDEXER_NORM_EPS)
+  weights = linear(x.astype(jnp.float32), params["weights"], precision=jax.lax.Precision.HIGHEST)
+  scale = (config.index_num_heads * config.index_head_dim) ** -0.5
+  return Index(rotate(linear(compressed, params["q"])), weights * scale, rotate(keys[:, :, None])[:, :, 0])
+
+
+def index_scores(
+  queries: Float[Array, "B T I i"], weights: Float[Array, "B T I"], keys: Float[Array, "B S i"]
+) -> Float[Array, "B T S"]:
+  """Σ over heads of weight · relu(query · key), in fp32."""
+  einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+  def score(query: tuple[jax.Array, jax.Array]) -> jax.Array:  # [B, I, i], [B, I] -> [B, S]
+    return einsum("bis,bi->bs", jax.nn.relu(einsum("bih,bsh->bis", query[0], keys)), query[1])
+
+  by_query = (jnp.moveaxis(queries, 1, 0), jnp.moveaxis(weights, 1, 0))
+  scores = jax.lax.map(score, by_query, batch_size=min(QUERIES_AT_A_TIME, queries.shape[1]))
+  return jnp.moveaxis(scores, 0, 1)
+
+
+def select_top_k(
+  scores: Float[Array, "B T S"], allowed: Bool[Array, "B T S"], num_selected: int
+) -> Bool[Array, "B T S"]:
+  """The `num_selected` allowed positions with the highest scores, or all where no more are allowed.
+
+  Of equal scores the lower position wins, so that the result depends neither on the backend nor on padding.
+  """
+  if scores.shape[-1] <= num_selected:
+    return allowed
+  scores = jnp.where(allowed, scores, -jnp.inf)
+  threshold = jax.lax.top_k(scores, num_selected)[0][..., -1:]
+  above, tied = scores > threshold, scores == threshold
+  room = num_selected - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+  first = jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room
+  return allowed & (above | (tied & first))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs
 
 
+@runtime_checkable
 class GroupedAttend(Protocol):
   """Says what the queries of a call read, and keeps keys and values if it wants to."""
 

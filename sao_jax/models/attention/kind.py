@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -18,6 +18,7 @@ from sao_jax.parallel.params import Params, Specs
 Attend = Any
 
 
+@runtime_checkable
 class AttentionLayer(Protocol):
   """The attention of one layer: projections, rotary embedding, `attend`, output projection."""
 

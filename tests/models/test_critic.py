@@ -78,7 +78,7 @@ def test_a_kind_of_attention_names_its_parameters(config):
     width = int(np.prod(specs[name].shape[:inputs]))
     assert width in (config.d_model, config.q_lora_rank, config.kv_lora_rank, config.num_heads * specs["o"].shape[1])
   assert kind.fixed(config) <= set(declared)
-  assert {name.split("/")[0] for name in kind.fixed(config)} <= kind.shared_specs(config).keys()
+  assert {name.split("/")[0] for name in kind.fixed(config)} <= kind.common_specs(config).keys()
 
 
 @pytest.mark.parametrize("initializer", ["zeros", "normal"])
@@ -100,7 +100,7 @@ def test_the_head(initializer):
 
 DENSE = ModelConfig(vocab_size=7, num_layers=2, d_model=8, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=8)
 MOE = dataclasses.replace(DENSE, num_experts=2, num_experts_per_token=1, d_ff_expert=4)
-MIXED = dataclasses.replace(MOE, num_dense_layers=1, d_ff_shared=4)
+MIXED = dataclasses.replace(MOE, num_dense_layers=1, d_ff_common=4)
 
 
 def batch_of(ids):

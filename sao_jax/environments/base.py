@@ -1,7 +1,8 @@
 """The Environment protocol: asynchronous reset and step on token ids.
 
-An `EnvironmentSpec` is a frozen dataclass of settings in the run's configuration. It offers the prompts and makes one
-`Environment` per episode. Text becomes tokens only inside the environment; sampled tokens are never tokenised again.
+The *settings* of an environment are a frozen dataclass in the run's configuration. They make an `Environment` per
+episode and list the prompts. Text becomes tokens only inside the environment; what the policy sampled is never
+re-tokenised.
 """
 
 from __future__ import annotations

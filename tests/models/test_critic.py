@@ -100,7 +100,7 @@ def test_the_head(initializer):
 
 DENSE = ModelConfig(vocab_size=7, num_layers=2, d_model=8, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=8)
 MOE = dataclasses.replace(DENSE, num_experts=2, num_experts_per_token=1, d_ff_expert=4)
-MIXED = dataclasses.replace(MOE, num_dense_layers=1, d_ff_common=4)
+MIXED = dataclasses.replace(MOE, num_dense_layers=1, d_ff_shared=4)
 
 
 def batch_of(ids):

@@ -40,7 +40,6 @@ setuptools.setup(
     "jaxtyping>=0.3,<0.5",
     "absl-py>=2.1,<3",
     "chex>=0.1.90,<0.3",
-    "ml-collections>=1.0,<2",
     "rich>=13.9,<16",
     "numpy>=2.0,<3",
   ],

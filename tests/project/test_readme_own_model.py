@@ -1,4 +1,4 @@
-"""The commands of "Use your own model" in README.md, in order, as a new user pastes them into an empty folder."""
+"""The commands of "Use your own model" in huggingface/README.md, as a new user pastes them into an empty folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toys.paths import REPOSITORY
 
 from sao_jax.huggingface.folder import HFFolder
 
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+README = (REPOSITORY / "sao_jax" / "huggingface" / "README.md").read_text(encoding="utf-8")
 SECTION = README.partition("\n## Use your own model\n")[2].partition("\n## ")[0]
 COMMANDS = "".join(re.findall(r"```bash\n(.*?)```", SECTION, re.DOTALL))
 

@@ -52,7 +52,7 @@ class ParityEpisode(Environment):
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-  """Its spec."""
+  """Its settings."""
 
   name: str = "parity"
   tokenizer = SmallTokenizer

@@ -1,4 +1,4 @@
-"""Held-out success of the newest policy in a workdir, with its confidence interval.
+"""Measures the held-out success of the newest policy in a workdir, with its confidence interval.
 
 python -m launch.evaluate --config=configs/calculator.py --workdir=runs/calculator [--phase=sft]
 """
@@ -28,6 +28,7 @@ def main(config: RunConfig, workdir: str) -> None:
   with interrupt.Interrupt() as stop:
     params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
     result = heldout.evaluate(config, sampler_side.make_publisher(learner)(params), version, stop)
+
   logging.info("%s, version %d: held-out success %s", phase, version, result.success)
   record = {"phase": phase, "policy_version": version} | result.metrics()
   path = pathlib.Path(workdir) / f"evaluation_{phase}.json"

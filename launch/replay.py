@@ -1,4 +1,4 @@
-"""Replays a recorded run synchronously and says whether its parameters come out again, bit for bit.
+"""Replays a recorded run synchronously, and compares the parameters with the run's, bit for bit.
 
 python -m launch.replay --config=configs/calculator.py --workdir=runs/calculator
 
@@ -18,7 +18,7 @@ from sao_jax.training.replay import replay
 
 
 def main(config: RunConfig, workdir: str) -> None:
-  """Logs how the replayed state compares with the run's."""
+  """Replays the run and logs the comparison; exits with status 1 when anything differs."""
   result = replay(config, workdir)
   if result.identical:
     logging.info("Replayed %d steps: all %d arrays are identical, bit for bit.", result.steps, result.leaves)

@@ -1,4 +1,4 @@
-"""Prints one held-out episode of the newest policy: what it said, and, marked, what the environment answered.
+"""Prints one held-out episode of the newest policy: prompt, actions and observations, each marked as such.
 
 python -m launch.sample --config=configs/calculator.py --workdir=runs/calculator [--prompt=3] [--phase=sft]
 """
@@ -32,12 +32,15 @@ STYLES = {"prompt": "cyan", "action": "bold green", "observation": "yellow"}
 
 def main(config: RunConfig, workdir: str) -> None:
   """Runs one episode and prints it."""
+  # The policy, and the prompt to show.
   learner = setup.make_learner(config)
   params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
   tokenizer = config.environment.tokenizer()
   prompts = config.environment.prompts(tokenizer, "heldout", config.evaluation.seed)
   if _PROMPT.value >= len(prompts):
     raise ConfigError("--prompt", f"there is no held-out prompt {_PROMPT.value}", f"use 0 to {len(prompts) - 1}")
+
+  # One episode, as an evaluation runs it; a failed one leaves no trajectory to show.
   params = sampler_side.make_publisher(learner)(params)
   with (
     interrupt.Interrupt() as stop,
@@ -48,6 +51,8 @@ def main(config: RunConfig, workdir: str) -> None:
     )
   if failures:
     raise ConfigError("environment", f"the episode has no outcome: {failures[0]}", "mend the environment, or try again")
+
+  # Every segment with its kind in front; sampled text is bold.
   (trajectory,) = trajectories
   console = rich.console.Console()
   console.print(f"{phase}, policy version {version}, held-out prompt {_PROMPT.value}")

@@ -1,4 +1,4 @@
-"""Trains a policy and its value network with asynchronous SAO. Run again, it goes on where it stopped.
+"""Trains a policy and its critic with asynchronous SAO. Run again, it goes on where it stopped.
 
 python -m launch.train --config=configs/calculator.py --workdir=runs/calculator
 """

@@ -1,7 +1,7 @@
 """The real rollout loop with a sleeping trainer and sleeping environments, and its episodes for the event model.
 
 Loop, buffer, admission and prompts are put together and used as in training; only sampler, environments and train step
-are replaced by waits. So what a run lacks to the model is the loop's own doing.
+are replaced by waits. The difference between a run and the event model is therefore the cost of the loop itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sao_jax.training.rollouts import StepMetrics, take
 
 
 def make_loop(settings: LoopSettings, environment: Sleeping, sampler: InstantSampler) -> RolloutLoop:
-  """The loop, not started; an episode that fails is not tried again, but replaced."""
+  """Makes the loop, not started; an episode that fails is replaced by another one, not tried again."""
   config = RolloutConfig(
     batch_size=settings.batch_size,
     admission_staleness=settings.admission_staleness,
@@ -31,6 +31,8 @@ def make_loop(settings: LoopSettings, environment: Sleeping, sampler: InstantSam
     environment_timeout=settings.timeout,
     environment_retries=0,
   )
+
+  # Put together as in training, but for the sampler and the environments.
   tokenizer = environment.tokenizer()
   return RolloutLoop(
     lambda: environment.make(tokenizer),
@@ -47,27 +49,35 @@ def make_loop(settings: LoopSettings, environment: Sleeping, sampler: InstantSam
 
 
 def run_loop(settings: LoopSettings, environment: Sleeping) -> LoopRecord:
-  """Runs the loop; lags are those of the oldest sampled token, which here is sampled when the episode starts."""
+  """Runs the loop for `settings.steps` train steps.
+
+  A trajectory's lag is that of its oldest sampled token, which here is sampled when the episode starts.
+  """
   sampler, interrupt = InstantSampler(), Interrupt()
   rollouts = make_loop(settings, environment, sampler)
   lags, used = [], []
   began = time.monotonic()
   rollouts.start()
+
   try:
     metrics = StepMetrics(rollouts)
     for version in range(settings.steps):
+      # The train step is a wait; the host reads its metrics meanwhile, as in training.
       batch = take(rollouts, settings.batch_size, version, interrupt)
       trained = time.monotonic() + settings.train_seconds
       lags += [version - trajectory.oldest_version for trajectory in batch]
       used += [trajectory.info["latency"] for trajectory in batch]
-      metrics.read(batch)  # while the step is under way, as in training
+      metrics.read(batch)
       time.sleep(max(trained - time.monotonic(), 0.0))
+
+      # Publish the next version.
       sampler.version = version + 1
       rollouts.on_version(version + 1)
     wall = time.monotonic() - began
     stats = rollouts.stats()
   finally:
     rollouts.stop()
+
   return LoopRecord(
     settings=settings,
     wall_seconds=wall,
@@ -82,12 +92,12 @@ def run_loop(settings: LoopSettings, environment: Sleeping) -> LoopRecord:
 
 
 def episodes(environment: Sleeping) -> Iterator[Episode]:
-  """The episodes of every run with these environments, in the order in which they start."""
+  """Lists the episodes of every run with these environments, in the order in which they start."""
   return (environment.episode(prompt.key) for prompt in _prompts(environment))
 
 
 def event_loop_gap(environment: Sleeping) -> float:
-  """The longest silence of the loop's event loop, in seconds beyond its heartbeat, over two episodes side by side."""
+  """Measures the longest silence of the loop's event loop during two episodes, in seconds beyond its heartbeat."""
   settings = LoopSettings(slots=2, admission_staleness=0, max_staleness=-1, train_seconds=0.0, batch_size=2, steps=1)
   rollouts = make_loop(settings, environment, InstantSampler())
   rollouts.start()

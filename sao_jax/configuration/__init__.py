@@ -1,5 +1,4 @@
-"""Configurations as trees of named fields: read, replaced, compared, and refused when they cannot work.
+"""Configurations as trees of named fields: read, changed, compared and, by their own bounds and relations, refused.
 
-A `RunConfig` and overrides by dotted name enter; a checked `RunConfig`, or a `ConfigError` with field, problem and
-remedy, leaves before any work starts. The fields themselves stand in `sao_jax.config`.
+A `RunConfig` enters, with the overrides of a command line; one that can work leaves, or a `ConfigError`.
 """

@@ -22,9 +22,9 @@ from sao_jax.models.policy import make_policy_apply
 from sao_jax.models.router import router_bias_paths, update_router_bias
 from sao_jax.models.sparse_attention import indexer_paths
 from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
-from sao_jax.parallel.params import abstract_params, init_params, param_shardings, path_name, path_names
-from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.parallel.params import abstract_params, init_params, path_name, path_names
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrainState
 
 LAG_BINS = 8  # of the metrics by lag, at least
@@ -56,7 +56,7 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
   policy = make_policy(config, mesh)
   critic = make_critic(config, mesh, freeze=freeze) if ADVANTAGES[config.algorithm.advantage].needs_critic else None
   for network in filter(None, (policy, critic)):
-    check_mesh_divides_model(mesh, network.specs, DEFAULT_RULES)
+    check_mesh_divides_model(Layout(mesh), network.specs)
   return Learner(config, mesh, policy, critic)
 
 
@@ -78,7 +78,7 @@ def make_policy(config: RunConfig, mesh: Mesh) -> Network:
       config.model,
       temperature=config.sampler.temperature,
       chunk=config.algorithm.logprob_chunk,
-      mesh=mesh if mesh.size > 1 else None,
+      layout=Layout(mesh),
     ),
     optimizer=make_optimizer(config.policy_optimizer),
     frozen=frozen,
@@ -92,7 +92,7 @@ def make_critic(config: RunConfig, mesh: Mesh, *, freeze: bool = True) -> Networ
   head = make_value_head(algorithm)
   return Network(
     specs=critic_specs(config.model, head.num_outputs, algorithm.value_head_initializer),
-    apply=make_critic_apply(config.model, mesh=mesh if mesh.size > 1 else None),
+    apply=make_critic_apply(config.model, layout=Layout(mesh)),
     optimizer=make_optimizer(config.critic_optimizer, algorithm.value_updates),
     frozen=frozen_critic_paths(
       config.model,
@@ -105,15 +105,12 @@ def make_critic(config: RunConfig, mesh: Mesh, *, freeze: bool = True) -> Networ
 
 def rows_multiple(learner: Learner) -> int:
   """The factor of every number of packed rows: micro-batches times data shards."""
-  shards = 1
-  for axis in DEFAULT_RULES.mesh_axes("batch"):
-    shards *= learner.mesh.shape[axis]
-  return learner.config.algorithm.micro_batches * shards
+  return learner.config.algorithm.micro_batches * Layout(learner.mesh).shards("batch")
 
 
 def init_sharded(specs: PyTree, mesh: Mesh, seed: int) -> PyTree:
   """Initial parameters, created on the mesh."""
-  shardings = param_shardings(specs, mesh)
+  shardings = Layout(mesh).param_shardings(specs)
   return jax.jit(lambda key: init_params(specs, key), out_shardings=shardings)(jax.random.key(seed))
 
 
@@ -127,14 +124,14 @@ def sharded_specs(specs: PyTree, mesh: Mesh) -> PyTree:
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
     abstract_params(specs),
-    param_shardings(specs, mesh),
+    Layout(mesh).param_shardings(specs),
   )
 
 
 def abstract_network(network: Network, mesh: Mesh) -> NetworkState:
   """Shapes, dtypes and shardings of a network's state; optimiser moments live where their parameters live."""
   shapes = jax.eval_shape(network.start, abstract_params(network.specs))
-  shardings = jax.tree_util.tree_leaves_with_path(param_shardings(network.specs, mesh))
+  shardings = jax.tree_util.tree_leaves_with_path(Layout(mesh).param_shardings(network.specs))
   named = {path_name(path): sharding for path, sharding in shardings}
   replicated = NamedSharding(mesh, PartitionSpec())
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 
 
 def packed_causal_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
@@ -70,26 +69,24 @@ def rowwise_attention(
   return jax.lax.map(jax.checkpoint(row, prevent_cse=False), (q, k, v, mask))
 
 
-def packed_attention(mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES) -> Callable[..., jax.Array]:
+def packed_attention(layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
   """The function of (q, k, v, mask) for rows of training on these devices: one of the two above."""
-  if mesh is None or mesh.size == 1:
+  if not layout.is_sharded:
     return rowwise_attention if jax.default_backend() == "cpu" else grouped_attention
-  whole_rows = all(mesh.shape[axis] == 1 for axis in rules.mesh_axes("sequence"))
-  whole_groups = rules.heads == rules.kv_heads  # each device has the kv heads that its heads read
-  if mesh.devices.flat[0].platform == "cpu" and whole_rows and whole_groups:
-    q, kv = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "kv_heads", None)
-    in_specs = (q, kv, kv, rules.spec("batch", None, None))
-    return jax.shard_map(rowwise_attention, mesh=mesh, in_specs=in_specs, out_specs=q, check_vma=False)
+  whole_rows = layout.shards("sequence") == 1
+  whole_groups = layout.rules.heads == layout.rules.kv_heads  # each device has the kv heads that its heads read
+  if layout.platform == "cpu" and whole_rows and whole_groups:
+    q, kv = layout.spec("batch", None, "heads", None), layout.spec("batch", None, "kv_heads", None)
+    in_specs = (q, kv, kv, layout.spec("batch", None, None))
+    return jax.shard_map(rowwise_attention, mesh=layout.mesh, in_specs=in_specs, out_specs=q, check_vma=False)
   return grouped_attention
 
 
-def packed_attend(
-  segment_ids: Int[Array, "B T"], mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
-) -> Callable[..., tuple[jax.Array, Any]]:
+def packed_attend(segment_ids: Int[Array, "B T"], layout: Layout = ONE_DEVICE) -> Callable[..., tuple[jax.Array, Any]]:
   """The `attend` argument of `transformer.trunk` for packed rows: causal within segments, carry untouched."""
   mask = packed_causal_mask(segment_ids)
   real = (segment_ids > 0)[..., None, None]
-  attention = packed_attention(mesh, rules)
+  attention = packed_attention(layout)
 
   def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_index: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
     del layer_index

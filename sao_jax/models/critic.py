@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Key
 
 from sao_jax.config import ModelConfig
@@ -15,8 +14,8 @@ from sao_jax.models.policy import packed_trunk
 from sao_jax.models.router import router_bias_paths
 from sao_jax.models.sparse_attention import indexer_paths
 from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs, init_params, path_names
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 from sao_jax.types import TrajectoryBatch
 
 # All parameters of attention modules, by their names; a model has some of them.
@@ -56,7 +55,7 @@ def critic_params_from_policy(
 
 
 def make_critic_apply(
-  config: ModelConfig, *, mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
+  config: ModelConfig, *, layout: Layout = ONE_DEVICE
 ) -> Callable[[Params, TrajectoryBatch], jax.Array]:
   """Returns `critic_apply(params, batch) -> outputs [B, T, num_outputs]`, fp32 and state-aligned.
 
@@ -64,7 +63,7 @@ def make_critic_apply(
   """
 
   def critic_apply(params: Params, batch: TrajectoryBatch) -> jax.Array:
-    hidden, _ = packed_trunk(params, config, batch, mesh, rules)  # the policy's experts are not the critic's
+    hidden, _ = packed_trunk(params, config, batch, layout)  # the policy's experts are not the critic's
     return linear(hidden, params["value_head"], dtype=jnp.float32)
 
   return critic_apply

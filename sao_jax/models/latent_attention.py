@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig
@@ -27,8 +26,8 @@ from sao_jax.models.attention import packed_attention, packed_causal_mask
 from sao_jax.models.linear import linear, rms_norm
 from sao_jax.models.rope import apply_interleaved_rope
 from sao_jax.models.sparse_attention import Index, index, index_scores, is_full, select_top_k
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 
 LATENT_NORM_EPS = 1e-6  # of the two norms in here, whatever rms_norm_eps is, as transformers has it
 
@@ -115,11 +114,11 @@ class LatentAttend:
 
 
 def packed_latent_attend(
-  segment_ids: Int[Array, "B T"], config: ModelConfig, mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
+  segment_ids: Int[Array, "B T"], config: ModelConfig, layout: Layout = ONE_DEVICE
 ) -> LatentAttend:
   """For packed rows: expanded attention, causal within segments, carry untouched."""
   mask = packed_causal_mask(segment_ids)
-  attention = packed_attention(mesh, rules)
+  attention = packed_attention(layout)
 
   def select(index: Index, number: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
     del number

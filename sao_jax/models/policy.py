@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from sao_jax.config import ModelConfig
@@ -16,26 +15,23 @@ from sao_jax.models.latent_attention import packed_latent_attend
 from sao_jax.models.logprobs import token_logprobs
 from sao_jax.models.moe import Routed
 from sao_jax.models.transformer import Attend, trunk
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 from sao_jax.types import PolicyOutputs, RouterStatistics, TrajectoryBatch
 
 
-def attend_within_segments(
-  config: ModelConfig, segment_ids: Int[Array, "B T"], mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
-) -> Attend:
+def attend_within_segments(config: ModelConfig, segment_ids: Int[Array, "B T"], layout: Layout = ONE_DEVICE) -> Attend:
   """The `attend` argument of `trunk` for packed rows, for this model's kind of attention."""
   if config.kv_lora_rank:
-    return packed_latent_attend(segment_ids, config, mesh, rules)
-  return packed_attend(segment_ids, mesh, rules)
+    return packed_latent_attend(segment_ids, config, layout)
+  return packed_attend(segment_ids, layout)
 
 
 def packed_trunk(
   params: Params,
   config: ModelConfig,
   batch: TrajectoryBatch,
-  mesh: Mesh | None,
-  rules: AxisRules,
+  layout: Layout,
   routed_experts: Int[Array, "B T L k"] | None = None,
 ) -> tuple[jax.Array, Routed | None]:
   """Hidden states [B, T, D] of packed rows, whose segments do not read each other, and how they were routed."""
@@ -44,10 +40,9 @@ def packed_trunk(
     config,
     batch.token_ids,
     batch.positions,
-    attend=attend_within_segments(config, batch.segment_ids, mesh, rules),
+    attend=attend_within_segments(config, batch.segment_ids, layout),
     routed_experts=routed_experts,
-    mesh=mesh,
-    rules=rules,
+    layout=layout,
   )
   return hidden, routed
 
@@ -57,8 +52,7 @@ def make_policy_apply(
   *,
   temperature: float = 1.0,
   chunk: int = 1024,
-  mesh: Mesh | None = None,
-  rules: AxisRules = DEFAULT_RULES,
+  layout: Layout = ONE_DEVICE,
 ) -> Callable[[Params, TrajectoryBatch], PolicyOutputs]:
   """Returns `policy_apply(params, batch) -> PolicyOutputs`, token-aligned and fp32.
 
@@ -68,13 +62,12 @@ def make_policy_apply(
     config: static.
     temperature: the sampler's.
     chunk: see `token_logprobs`, also for where the entries are 0.
-    mesh: of params and batch, None for one device.
-    rules: logical axes to mesh axes.
+    layout: the one that parameters and batch are placed by.
   """
-  head = functools.partial(token_logprobs, temperature=temperature, chunk=chunk, mesh=mesh, rules=rules)
+  head = functools.partial(token_logprobs, temperature=temperature, chunk=chunk, layout=layout)
 
   def policy_apply(params: Params, batch: TrajectoryBatch) -> PolicyOutputs:
-    hidden, routed = packed_trunk(params, config, batch, mesh, rules, batch.routed_experts)
+    hidden, routed = packed_trunk(params, config, batch, layout, batch.routed_experts)
     logprobs, entropy = head(params, config, hidden, batch.token_ids, batch.segment_ids)
 
     # A caller that does not read the statistics does not pay for them: the compiler drops what is unused.

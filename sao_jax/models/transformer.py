@@ -8,19 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.errors import ConfigError
 from sao_jax.models.latent_attention import LatentAttend, latent_attention, latent_specs, no_selection
 from sao_jax.models.linear import feed_forward, linear, rms_norm
 from sao_jax.models.lora import add_lora, lora_of
 from sao_jax.models.moe import Routed, moe_feed_forward
 from sao_jax.models.rope import apply_rope, rope_table
 from sao_jax.models.sparse_attention import indexer_specs, is_full
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules, constrain
 
 UNROLLED_LAYERS = 4  # without remat a stack this shallow becomes straight code: no copies of stacked activations
 
@@ -120,8 +118,7 @@ def trunk(
   attend: Attend,
   carry: Any = None,
   routed_experts: Int[Array, "B T L k"] | None = None,
-  mesh: Mesh | None = None,
-  rules: AxisRules = DEFAULT_RULES,
+  layout: Layout = ONE_DEVICE,
 ) -> tuple[Float[Array, "B T D"], Any, Routed | None]:
   """Embedding, all layers, final norm.
 
@@ -134,8 +131,7 @@ def trunk(
       attention within segments, the sampler one that writes k and v into its cache and attends over it.
     carry: state that `attend` threads through the layers, for example the cache.
     routed_experts: the experts to use in the MoE layers, -1 where the router chooses itself (None: everywhere).
-    mesh: the mesh that params and tokens live on, None for one device.
-    rules: logical axes to mesh axes.
+    layout: the one that parameters and tokens are placed by.
 
   Returns:
     The hidden states after the final norm, in config.dtype; the last carry; and how the MoE layers routed the tokens,
@@ -143,8 +139,7 @@ def trunk(
   """
   rotary_dim = config.qk_rope_head_dim or int(config.head_dim * config.rotary_fraction)
   table = rope_table(positions, rotary_dim, config.rope_theta, config.yarn)
-  place = functools.partial(constrain, mesh=mesh, rules=rules)
-  x = place(params["embed"][token_ids].astype(config.dtype), "batch", "sequence", None)
+  x = layout.constrain(params["embed"][token_ids].astype(config.dtype), "batch", "sequence", None)
 
   indexers = params.get("indexer_layers")
   selection = no_selection(config, attend, *token_ids.shape)  # what sparse attention reads, from one layer to the next
@@ -164,10 +159,10 @@ def trunk(
     x = x + out
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
     if "moe" in params:
-      out, routed = moe_feed_forward(params["moe"], normed, config, mesh, rules, replayed)
+      out, routed = moe_feed_forward(params["moe"], normed, config, layout, replayed)
     else:
       out = feed_forward(params["mlp"], normed)
-    return (place(x + out, "batch", "sequence", None), carry, selection), routed
+    return (layout.constrain(x + out, "batch", "sequence", None), carry, selection), routed
 
   first_layer, routed = 0, None
   for name in ("dense_layers", "moe_layers"):
@@ -188,9 +183,6 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
 
   `straight`: it is not the body of a loop, or of one that the compiler dissolves. It would then see that the backward
   pass computes what the forward pass has, and keep that after all, so a barrier is put between them.
-
-  Raises:
-    ConfigError: another policy.
   """
   if remat == "none":
     return layer
@@ -198,8 +190,6 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   }
-  if remat not in policies:
-    raise ConfigError("model.remat", f"{remat!r} is not known.", "choose none, dots or full.")
   return jax.checkpoint(layer, policy=policies[remat], prevent_cse=straight)
 
 

@@ -13,10 +13,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from sao_jax.episode import Trajectory
-from sao_jax.errors import ConfigError
 from sao_jax.rollout.admission import AdmissionControl, Place
 from sao_jax.rollout.evidence import Routing, check_trajectory
 from sao_jax.rollout.outcomes import BadEvidence, Outcome
@@ -56,7 +55,7 @@ class TrajectoryBuffer:
     admission: AdmissionControl,
     *,
     max_staleness: int,
-    staleness: str = "drop",
+    staleness: Literal["drop", "mask"] = "drop",
     train_truncated: bool = True,
     routing: Routing | None = None,
     version: int = 0,
@@ -71,8 +70,6 @@ class TrajectoryBuffer:
 
     Without `train_truncated` (`algorithm.truncation="mask"`), trajectories that were cut are handed out masked wholly.
     """
-    if staleness not in ("drop", "mask"):
-      raise ConfigError("rollout.staleness", f"unknown choice {staleness!r}", 'choose "drop" or "mask"')
     self.admission, self.version = admission, version
     self.statistics = RolloutStatistics(clock)
     self._max_staleness, self._staleness, self._clock = max_staleness, staleness, clock

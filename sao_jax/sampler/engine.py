@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 
 from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.errors import ConfigError
+from sao_jax.parallel.layout import DEFAULT_RULES, Layout
 from sao_jax.parallel.params import Params, path_name
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 from sao_jax.sampler import buckets, steps
 from sao_jax.sampler.prefill import Extension, PrefillCall, plan_calls
 from sao_jax.sampler.sampling import SamplingRule
@@ -86,21 +86,22 @@ class Engine:
     version: int = 0,
     record_experts: bool = False,
     mesh: Mesh | None = None,
-    rules: AxisRules = DEFAULT_RULES,
   ):
     """`params` must not be donated to anything while the engine holds them. On a mesh they are already sharded.
 
     `record_experts` keeps which experts were used for every token; only for models with experts.
 
     Raises:
-      ConfigError: sizes that cannot work.
+      ConfigError: the slots do not split over the mesh.
     """
-    shards = 1 if mesh is None else buckets.data_shards(mesh, rules)
-    buckets.check_sampler_config(sampler_config, shards)
+    # Tokens of one sequence stay together: a decode step has one of each.
+    self._layout = Layout(mesh, dataclasses.replace(DEFAULT_RULES, sequence=None))
+    shards = self._layout.shards("slots")
+    buckets.check_slots(sampler_config, shards)
     self.params, self.version, self.vocab_size = params, version, model_config.vocab_size
     self.config, self._num_slots = sampler_config, sampler_config.num_slots
     self.routed_shape = model_config.routed_shape if record_experts else None
-    self._model_config, self._mesh, self._rules = model_config, mesh, dataclasses.replace(rules, sequence=None)
+    self._model_config = model_config
     self._key = jax.random.key(seed)
     self._rule = SamplingRule(top_p=sampler_config.top_p, top_k=sampler_config.top_k)
     self._windows = buckets.window_buckets(sampler_config)
@@ -108,7 +109,7 @@ class Engine:
     self._lengths = buckets.prefill_buckets(sampler_config)
     self._prefill_batches = buckets.prefill_batches(sampler_config) if shards == 1 else (shards,)
     self._decode_batches = buckets.decode_batches(sampler_config) if mesh is None else (self._num_slots,)
-    self._state = empty_state(model_config, sampler_config, mesh, self._rules)
+    self._state = empty_state(model_config, sampler_config, self._layout)
     if mesh is None:  # on the device of the parameters, as what the programs return will be: nothing compiles twice
       self._state = jax.device_put(self._state, next(iter(jax.tree.leaves(params)[0].devices())))
 
@@ -191,8 +192,7 @@ class Engine:
       window=window,
       max_steps=self.config.decode_steps,
       record_experts=self.routed_shape is not None,
-      mesh=self._mesh,
-      rules=self._rules,
+      layout=self._layout,
     )
     return Dispatch(slots=slots, version=self.version, outputs=outputs)
 
@@ -204,8 +204,7 @@ class Engine:
       config=self._model_config,
       window=call.window,
       record_experts=self.routed_shape is not None,
-      mesh=self._mesh,
-      rules=self._rules,
+      layout=self._layout,
     )
     return routed_experts
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig, SamplerConfig
-from sao_jax.parallel.rules import AxisRules
+from sao_jax.parallel.layout import Layout
 from sao_jax.sampler.cache import Cache, KVCache, empty_cache
 
 # Stop ids per slot; unused places hold -1, which no token equals.
@@ -70,27 +69,27 @@ def empty_slots(num_slots: int) -> SlotState:
   )
 
 
-def state_shardings(state: EngineState, mesh: Mesh, rules: AxisRules) -> EngineState:
+def state_shardings(state: EngineState, layout: Layout) -> EngineState:
   """Slots over the data axes, kv heads over "tensor"; a latent is for all heads, so each of these devices has it."""
-  slots = NamedSharding(mesh, rules.spec("slots"))
-  heads = NamedSharding(mesh, rules.spec("slots", None, "kv_heads"))
+  slots = layout.sharding("slots")
+  heads = layout.sharding("slots", None, "kv_heads")
   of_cache = heads if isinstance(state.cache, KVCache) else slots
   place = lambda tree, sharding: jax.tree.map(lambda _: sharding, tree)
   return EngineState(cache=place(state.cache, of_cache), slots=place(state.slots, slots))
 
 
-def place_state(state: EngineState, mesh: Mesh | None, rules: AxisRules) -> EngineState:
+def place_state(state: EngineState, layout: Layout) -> EngineState:
   """Tells the partitioner where the state lives, so that no program changes its layout."""
-  return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, rules))
+  return state if layout.mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, layout))
 
 
-def empty_state(model: ModelConfig, sampler: SamplerConfig, mesh: Mesh | None, rules: AxisRules) -> EngineState:
+def empty_state(model: ModelConfig, sampler: SamplerConfig, layout: Layout) -> EngineState:
   """The state of an engine that holds nothing."""
 
   def build() -> EngineState:
     cache = empty_cache(model, sampler.num_slots, sampler.context_length, sampler.cache_dtype)
     return EngineState(cache=cache, slots=empty_slots(sampler.num_slots))
 
-  if mesh is None:
+  if layout.mesh is None:
     return build()
-  return jax.jit(build, out_shardings=state_shardings(jax.eval_shape(build), mesh, rules))()
+  return jax.jit(build, out_shardings=state_shardings(jax.eval_shape(build), layout))()

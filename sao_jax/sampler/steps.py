@@ -7,13 +7,12 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.transformer import Attend, head_logits, trunk
+from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.params import Params
-from sao_jax.parallel.rules import AxisRules
 from sao_jax.sampler.attend import cached_attend
 from sao_jax.sampler.cache import Cache, cache_dtype, empty_cache, num_positions, read_window, update_slots
 from sao_jax.sampler.latent_attend import cached_latent_attend
@@ -41,9 +40,7 @@ class DecodeOutputs:
   routed_experts: Int[Array, "N R L k"] | None
 
 
-@functools.partial(
-  jax.jit, static_argnames=("config", "window", "record_experts", "mesh", "rules"), donate_argnames="state"
-)
+@functools.partial(jax.jit, static_argnames=("config", "window", "record_experts", "layout"), donate_argnames="state")
 def extend(
   params: Params,
   state: EngineState,
@@ -55,8 +52,7 @@ def extend(
   config: ModelConfig,
   window: int,
   record_experts: bool = False,
-  mesh: Mesh | None,
-  rules: AxisRules,
+  layout: Layout,
 ) -> tuple[EngineState, Int[Array, "P T L k"] | None]:
   """Writes keys and values of new tokens behind what the slots hold. Samples nothing.
 
@@ -73,8 +69,7 @@ def extend(
     config: static.
     window: static, at least the largest of those lengths (0: all prompts are fresh).
     record_experts: static; for models with experts.
-    mesh: static.
-    rules: static.
+    layout: static.
   """
   capacity, length = num_positions(state.cache), token_ids.shape[1]
   starts = update.lengths
@@ -84,17 +79,17 @@ def extend(
   past = read_window(state.cache, slots, window)
   new = empty_cache(config, token_ids.shape[0], length, cache_dtype(state.cache))
   attend = _attend(config, past, starts, 0, length)
-  _, new, routed = trunk(params, config, token_ids, positions, attend=attend, carry=new, mesh=mesh, rules=rules)
+  _, new, routed = trunk(params, config, token_ids, positions, attend=attend, carry=new, layout=layout)
   update = update.replace(lengths=starts + counts, active=update.active & ~overflow, overflow=overflow)
-  shardings = None if mesh is None else state_shardings(state, mesh, rules).cache
+  shardings = None if layout.mesh is None else state_shardings(state, layout).cache
   cache = update_slots(state.cache, new, slots, starts, counts, fresh=not window, shardings=shardings)
   experts = jnp.moveaxis(routed.experts, 0, 2).astype(jnp.int16) if record_experts else None
-  return place_state(EngineState(cache=cache, slots=_put_rows(state.slots, slots, update)), mesh, rules), experts
+  return place_state(EngineState(cache=cache, slots=_put_rows(state.slots, slots, update)), layout), experts
 
 
 @functools.partial(
   jax.jit,
-  static_argnames=("config", "rule", "window", "max_steps", "record_experts", "mesh", "rules"),
+  static_argnames=("config", "rule", "window", "max_steps", "record_experts", "layout"),
   donate_argnames="state",
 )
 def decode(
@@ -109,8 +104,7 @@ def decode(
   window: int,
   max_steps: int,
   record_experts: bool = False,
-  mesh: Mesh | None,
-  rules: AxisRules,
+  layout: Layout,
 ) -> tuple[EngineState, DecodeOutputs]:
   """Samples up to `num_steps` ≤ `max_steps` tokens in every active slot among `slots`; ends early when none is active.
 
@@ -125,8 +119,7 @@ def decode(
     window: static, at least the length of every active slot among `slots`.
     max_steps: static.
     record_experts: static; for models with experts.
-    mesh: static.
-    rules: static.
+    layout: static.
   """
   num_slots, capacity = state.slots.lengths.shape[0], num_positions(state.cache)
   everything = slots.shape[0] == num_slots
@@ -158,8 +151,7 @@ def decode(
       rows.lengths[:, None],
       attend=attend,
       carry=new,
-      mesh=mesh,
-      rules=rules,
+      layout=layout,
     )
     logits = head_logits(params, config, hidden[:, 0])
     tokens, logprobs = sample_tokens(logits, uniforms[step], rows.temperature, rule)
@@ -175,11 +167,11 @@ def decode(
     return step + 1, rows, new, outputs
 
   _, last, new, outputs = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), first, new, outputs))
-  shardings = None if mesh is None else state_shardings(state, mesh, rules).cache
+  shardings = None if layout.mesh is None else state_shardings(state, layout).cache
   written, which = last.lengths - first.lengths, None if everything else slots
   cache = update_slots(state.cache, new, which, first.lengths, written, shardings=shardings)
   table = last if everything else _put_rows(state.slots, slots, last)
-  return place_state(EngineState(cache=cache, slots=table), mesh, rules), outputs.replace(overflow=last.overflow)
+  return place_state(EngineState(cache=cache, slots=table), layout), outputs.replace(overflow=last.overflow)
 
 
 def _attend(

@@ -157,17 +157,29 @@ def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, ph
   earlier = [SFT] if phase.name == VALUE_PRETRAINING else [VALUE_PRETRAINING, SFT]
   policy = initial_policy(config, learner, workdir, earlier)
   _warn_of_unfinished_sft(config, workdir)
-  num_outputs = learner.critic.specs["value_head"].shape[-1]
+  return make_state(learner, policy, _initial_critic(config, learner, workdir, phase, policy))
+
+
+def _initial_critic(
+  config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: Phase, policy: PyTree
+) -> PyTree | None:
+  """The critic that a phase starts from: the pretrained one, or a copy of the policy; None for methods without one."""
+  if learner.critic is None:
+    return None
+  specs = learner.critic.specs
   if phase.name == TRAIN and latest_step(workdir / VALUE_PRETRAINING) is not None:
-    critic = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(learner.critic.specs, learner.mesh))
     _warn_of_unfinished_value_pretraining(config, workdir)
-  else:
-    if phase.name == TRAIN:
-      logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")
-    key = jax.random.key(config.training.seed)
-    merged = merge_lora(policy, keep_dtype=True)
-    critic = critic_params_from_policy(merged, config.model, num_outputs, config.algorithm.value_head_initializer, key)
-  return make_state(learner, policy, critic)
+    return load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(specs, learner.mesh))
+
+  if phase.name == TRAIN:
+    logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")
+  return critic_params_from_policy(
+    merge_lora(policy, keep_dtype=True),
+    config.model,
+    num_outputs=specs["value_head"].shape[-1],
+    initializer=config.algorithm.value_head_initializer,
+    key=jax.random.key(config.training.seed),
+  )
 
 
 def latest_policy(

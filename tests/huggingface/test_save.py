@@ -20,8 +20,8 @@ from sao_jax.huggingface.safetensors_file import read_header
 from sao_jax.huggingface.save import export_critic, export_policy
 from sao_jax.models.critic import critic_params_from_policy, critic_specs
 from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import make_mesh
-from sao_jax.parallel.params import param_shardings
 
 # What a folder holds beside the policy: one more layer in FP8, with its scales.
 BEYOND = {
@@ -47,7 +47,7 @@ def test_from_a_mesh_in_several_files(tmp_path):
   """Shards are gathered tensor by tensor; the files are those of one device."""
   folder, params = hf_toy.make_folder(tmp_path / "a", GLM, shard_bytes=3000)
   mesh = make_mesh(MeshConfig(fsdp=1, expert=2, tensor=2), jax.devices()[:4])
-  sharded = jax.device_put(params, param_shardings(param_specs(GLM), mesh))
+  sharded = jax.device_put(params, Layout(mesh).param_shardings(param_specs(GLM)))
   export_policy(sharded, GLM, tmp_path / "b", shard_bytes=3000)
   names = sorted(path.name for path in folder.path.iterdir())
   assert names == sorted(path.name for path in (tmp_path / "b").iterdir())

@@ -8,7 +8,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from toys import latent_toy as toy
 from toys.sharding_toy import loss_and_gradients, make_batch
 
@@ -18,9 +17,9 @@ from sao_jax.models.linear import feed_forward, rms_norm
 from sao_jax.models.policy import attend_within_segments
 from sao_jax.models.rope import rope_table
 from sao_jax.models.transformer import param_specs, trunk
+from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
-from sao_jax.parallel.params import init_params, param_shardings
-from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.parallel.params import init_params
 
 # The second layer, the first of the expert layers, reads what the dense one before them chose.
 SHARED = dataclasses.replace(
@@ -97,8 +96,9 @@ def test_sharded_equals_one_device():
   params = jax.tree.map(lambda x: x + 0.1 * jnp.sin(x * 1e4), init_params(specs, jax.random.key(0)))
   expected = loss_and_gradients("policy", config, None)(params, make_batch())
   mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
-  check_mesh_divides_model(mesh, specs)
-  batch = jax.device_put(make_batch(), NamedSharding(mesh, DEFAULT_RULES.spec("batch", "sequence")))
-  sharded = jax.device_put(params, param_shardings(specs, mesh))
+  layout = Layout(mesh)
+  check_mesh_divides_model(layout, specs)
+  batch = jax.device_put(make_batch(), layout.sharding("batch", "sequence"))
+  sharded = jax.device_put(params, layout.param_shardings(specs))
   got = loss_and_gradients("policy", config, mesh)(sharded, batch)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)

@@ -78,9 +78,7 @@ def test_returns_of_the_worked_example_and_the_wrong_ways_to_compute_it():
   through = skip_observation_gae(rewards, values, jnp.ones(5, bool), lam=7 / 9)  # GAE through observations
   np.testing.assert_allclose(through[:2], [2.838, 3.520], atol=5e-4)
   turns = jnp.array([1, 1, 1, 1, 2], jnp.int32)  # restarted per turn
-  per_turn = algorithm_toy.packed_advantages(
-    rewards, values, mask, turns, one_minus_lam=zeros + 2 / 9
-  )
+  per_turn = algorithm_toy.packed_advantages(rewards, values, mask, turns, one_minus_lam=zeros + 2 / 9)
   np.testing.assert_allclose(per_turn, [-0.367, -0.6, 0, 0, 0.3], atol=5e-4)
 
 

@@ -15,8 +15,8 @@ PACKAGE = REPOSITORY / "sao_jax"
 
 # From the ground up: a room imports from itself and from the rooms before it. Nothing imports upwards.
 ROOMS = (
-  *("errors", "config", "episode", "interrupt", "types"),
-  *("parallel", "models", "sampler", "configuration", "algorithm", "checkpoints", "huggingface"),
+  *("errors", "config", "configuration", "episode", "interrupt", "types"),
+  *("parallel", "models", "sampler", "algorithm", "checkpoints", "huggingface"),
   *("rewards", "data", "chat", "environments", "rollout"),
   *("report", "learner", "evaluation", "training", "benchmarks", "launch"),
 )

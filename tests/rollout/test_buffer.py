@@ -13,7 +13,6 @@ from hypothesis import given
 from jaxtyping import jaxtyped
 from toys.rollout_fakes import completion, fill, make_buffer, make_trajectory
 
-from sao_jax.errors import ConfigError
 from sao_jax.learner.packing import pack
 from sao_jax.rollout.admission import check_identity
 from sao_jax.rollout.evidence import check_completion
@@ -226,11 +225,6 @@ def test_end_hands_out_what_fills_a_batch_first():
   assert len(buffer.take(2, 0)) == 2
   with pytest.raises(Original):
     buffer.take(2, 0)
-
-
-def test_unknown_staleness_is_refused():
-  with pytest.raises(ConfigError, match="rollout.staleness"):
-    make_buffer(staleness="clip")
 
 
 def test_snapshot_puts_a_batch_in_training_back_in_front_unmasked():

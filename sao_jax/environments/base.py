@@ -1,8 +1,8 @@
 """The Environment protocol: asynchronous reset and step on token ids.
 
 The *settings* of an environment (`EnvironmentSpec`) are a frozen dataclass in the run's configuration. They offer the
-prompts and make one `Environment` per episode. Text becomes tokens only inside the environment; sampled tokens are never
-tokenised again.
+prompts and make one `Environment` per episode. Text becomes tokens only inside the environment; sampled tokens are
+never tokenised again.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ FEW_STEPS = (
   "--config.algorithm.critic_warmup_steps=1",
   "--config.model.num_layers=1",
   "--config.rollout.batch_size=8",
+  "--config.rollout.row_counts=(16,)",
+  "--config.sampler.num_slots=8",
   "--config.evaluation.every=0",
 )
 
@@ -34,6 +36,9 @@ def folder(tmp_path_factory):
     (folder / name).write_text(block, encoding="utf-8")
   script = f'set -e\npython() {{ "{sys.executable}" "$@" {" ".join(FEW_STEPS)}; }}\n{BLOCKS[2][1]}'
   environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"}
+  # What the first command compiles, the others load.
+  environment |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+  environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
   done = subprocess.run(
     ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
   )

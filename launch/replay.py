@@ -19,7 +19,7 @@ from sao_jax.training.replay import replay
 
 def main(config: RunConfig, workdir: str) -> None:
   """Replays the run and logs the comparison; exits with status 1 when anything differs."""
-  result = replay(config, workdir)
+  result = replay(config, workdir, validated=True)
   if result.identical:
     logging.info("Replayed %d steps: all %d arrays are identical, bit for bit.", result.steps, result.leaves)
     return
@@ -35,4 +35,4 @@ def main(config: RunConfig, workdir: str) -> None:
 
 
 if __name__ == "__main__":
-  _flags.run(main, record=False)
+  _flags.run(main, training=True, record=False)

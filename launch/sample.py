@@ -17,6 +17,7 @@ from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation import fixed_policy
 from sao_jax.learner import sampler_side, setup
+from sao_jax.report.episode_samples import episode_segments
 from sao_jax.training import phases
 
 _PHASE = flags.DEFINE_enum(
@@ -56,7 +57,7 @@ def main(config: RunConfig, workdir: str) -> None:
   (trajectory,) = trajectories
   console = rich.console.Console()
   console.print(f"{phase}, policy version {version}, held-out prompt {_PROMPT.value}")
-  for kind, text in fixed_policy.episode_segments(trajectory, tokenizer):
+  for kind, text in episode_segments(trajectory, tokenizer):
     console.print(rich.text.Text(f"{kind:>11} | {text}", style=STYLES[kind]), soft_wrap=True)
   console.print(f"{trajectory.status.value}, reward {trajectory.reward:g}, {trajectory.num_sampled} sampled tokens")
 

@@ -68,14 +68,14 @@ class ModelConfig:
   routed_scaling: PositiveFloat = 1.0  # sigmoid only: factor on the weights of the chosen experts
   qk_norm: bool = True
   attention_bias: bool = False  # of queries, keys and values
-  kv_lora_rank: NonNegativeInt = 0  # width of a token's compressed keys and values: above 0, attention is latent (MLA)
-  q_lora_rank: NonNegativeInt = 0  # of compressed queries; latent only, as the next three, which replace head_dim
-  qk_nope_head_dim: NonNegativeInt = 0  # of queries and keys: the part that is not rotated
-  qk_rope_head_dim: NonNegativeInt = 0  # and the part that is, one for the keys of all heads
-  v_head_dim: NonNegativeInt = 0
+  kv_lora_rank: NonNegativeInt = 0  # width of a token's compressed keys and values; above 0, attention is latent (MLA)
+  q_lora_rank: NonNegativeInt = 0  # width of the compressed queries; latent attention only, as the next three
+  qk_nope_head_dim: NonNegativeInt = 0  # dimensions of queries and keys per head without rotary embedding
+  qk_rope_head_dim: NonNegativeInt = 0  # dimensions per head with it; all heads share one rotary key
+  v_head_dim: NonNegativeInt = 0  # dimensions of the values per head
   index_topk: NonNegativeInt = 0  # positions that a query may read, chosen by the indexer (DSA); latent only; 0: all
-  index_num_heads: NonNegativeInt = 0
-  index_head_dim: NonNegativeInt = 0
+  index_num_heads: NonNegativeInt = 0  # heads of an indexer
+  index_head_dim: NonNegativeInt = 0  # dimensions of each of them
   indexer_types: tuple[Literal["full", "shared"], ...] = ()  # per layer; shared: reads what the last full one chose
   tie_embeddings: bool = False
   rope_theta: PositiveFloat = 10_000.0
@@ -130,11 +130,11 @@ class AlgorithmConfig:
 
   advantage: Literal["sao", "grpo"] = "sao"  # sao: skip-observation GAE with a critic | grpo: group-relative, no critic
   epsilon_low: Annotated[float, "(0, 1]"] = 0.3  # deltas, not bounds: keep 1 - epsilon_low < ratio < 1 + epsilon_high
-  epsilon_high: Annotated[float, "(0, inf]"] = 5.0
+  epsilon_high: Annotated[float, "(0, inf]"] = 5.0  # inf: no upper end
   gamma: Annotated[float, "[0, 1]"] = 1.0
   alpha: Annotated[float, "[1, inf)"] = 1.5  # policy lambda = 1 - 1 / (alpha * n) >= 0, n sampled tokens
-  critic_lambda: Annotated[float, "[0, 1]"] = 1.0
-  value_updates: PositiveInt = 2  # K
+  critic_lambda: Annotated[float, "[0, 1]"] = 1.0  # 1: the value learns the return itself
+  value_updates: PositiveInt = 2  # K: gradient steps of the critic on every batch
   advantage_values: Literal["post", "pre"] = "post"  # values read after the K critic updates, or before
   truncation: Literal["zero", "bootstrap", "mask"] = "zero"  # what follows a trajectory that was cut
   whiten_advantages: bool = True
@@ -178,10 +178,10 @@ class SamplerConfig:
   prefill_buckets: Sizes = (16, 64, 256)  # padded lengths of a prefill
   prefill_batch: PositiveInt = 8  # sequences per prefill call
   window_buckets: tuple[PositiveInt, ...] = ()  # attended cache lengths that decode compiles for; empty: powers of two
-  temperature: NonNegativeFloat = 1.0
+  temperature: NonNegativeFloat = 1.0  # of both sides, in training
   top_p: Annotated[float, "(0, 1]"] = 1.0
-  top_k: NonNegativeInt = 0
-  kv_after_publish: Literal["keep", "reprefill"] = "keep"  # of the caches of running turns
+  top_k: NonNegativeInt = 0  # 0: all tokens
+  kv_after_publish: Literal["keep", "reprefill"] = "keep"  # what becomes of the caches of running turns
   cache_dtype: DType = "float32"
 
 
@@ -191,9 +191,7 @@ class RolloutConfig:
 
   batch_size: PositiveInt = 128  # trajectories per train step
   group_size: PositiveInt = 1  # rollouts of each prompt; 1 is single-rollout
-  admission_staleness: NonNegativeInt = (
-    4  # eta: rollouts from start to train step <= (eta + 1) * batch_size; 0 is synchronous
-  )
+  admission_staleness: NonNegativeInt = 4  # eta: rollouts from start to step <= (eta + 1) * batch_size; 0: synchronous
   max_staleness: Annotated[int, "[-1, inf)"] = 4  # tau: policy versions since the oldest token, at consumption; -1: any
   staleness: Literal["drop", "mask"] = "drop"  # what happens to a trajectory (its over-age tokens) beyond tau
   max_turns: PositiveInt = 50
@@ -207,7 +205,7 @@ class RolloutConfig:
   max_in_flight: NonNegativeInt = 0  # episodes at the same time, parked beyond the sampler's slots; 0: as many as slots
   deterministic: bool = False  # rollouts in rounds, each under one version: a run that can be repeated bit for bit
   record: bool = False  # keep what every train step consumed, for launch.replay; deterministic runs always do
-  placement: Literal["shared", "split"] = "shared"  # devices of sampler and learner
+  placement: Literal["shared", "split"] = "shared"  # sampler and learner: on the same devices, or on two sets
   sampler_devices: NonNegativeInt = 0  # split only: how many local devices sample
 
 

@@ -32,7 +32,7 @@ class Prompt:
 
 
 class Status(enum.Enum):
-  """How an episode ended. Only TERMINATED has a true end state, V(s_n) = 0."""
+  """Ends of an episode. Only TERMINATED has a true end state, V(s_n) = 0."""
 
   TERMINATED = "terminated"
   TRUNCATED_LENGTH = "truncated(length)"  # the per-episode budget of sampled tokens ran out
@@ -64,6 +64,7 @@ class Trajectory:
       prompt of its own and does not see the tokens before it; reward, n and advantages belong to them all together.
     routed_experts: int16 [T, L, k], the experts that the sampler used for the token as it read it, in each of the L
       layers with experts; -1 where it never did, as for the last token. None: not recorded.
+    sample: its number among the rollouts of its prompt, 0 ... `rollout.group_size` - 1.
   """
 
   token_ids: Int[np.ndarray, "T"]
@@ -79,13 +80,19 @@ class Trajectory:
   loss_mask: Bool[np.ndarray, "T"] | None = None
   segment_starts: Int[np.ndarray, "segments"] | None = None
   routed_experts: Int[np.ndarray, "T L k"] | None = None
+  sample: int = 0
 
   def __len__(self) -> int:
     return len(self.token_ids)
 
   @property
+  def group(self) -> int:
+    """Number of its group, the rollouts of one prompt: the rollout id of sample 0, which no other group has."""
+    return self.rollout_id - self.sample
+
+  @property
   def begins(self) -> Bool[np.ndarray, "T"]:
-    """Where a segment begins."""
+    """Marks the first token of every segment."""
     begins = np.zeros(len(self), np.bool_)
     begins[[0] if self.segment_starts is None else self.segment_starts] = True
     return begins
@@ -102,7 +109,7 @@ class Trajectory:
 
   @property
   def num_trained(self) -> int:
-    """How many they are."""
+    """Number of sampled tokens that are trained on."""
     return int(self.trained.sum())
 
   @property

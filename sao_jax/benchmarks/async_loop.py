@@ -1,7 +1,7 @@
 """The real rollout loop with a sleeping trainer and sleeping environments, and its episodes for the event model.
 
-Loop, buffer, admission and prompts are put together and used as in training; only sampler, environments and train step
-are replaced by waits. The difference between a run and the event model is therefore the cost of the loop itself.
+Loop, buffer, ledger and prompts are put together and used as in training; only sampler, environments and train step
+are replaced by waits. So what a run lacks to the model is the loop's own doing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sao_jax.benchmarks.sleeping import InstantSampler, Sleeping
 from sao_jax.config import RolloutConfig
 from sao_jax.data.prompts import PromptIterator, make_prompt_iterator
 from sao_jax.interrupt import Interrupt
-from sao_jax.rollout.admission import AdmissionControl
 from sao_jax.rollout.buffer import TrajectoryBuffer
+from sao_jax.rollout.ledger import Ledger
 from sao_jax.rollout.rollout_loop import RolloutLoop
-from sao_jax.training.rollouts import StepMetrics, take
+from sao_jax.training.rollouts import Rollouts
 
 
 def make_loop(settings: LoopSettings, environment: Sleeping, sampler: InstantSampler) -> RolloutLoop:
-  """Makes the loop, not started; an episode that fails is replaced by another one, not tried again."""
+  """The loop, not started; an episode that fails is not tried again, but replaced."""
   config = RolloutConfig(
     batch_size=settings.batch_size,
     admission_staleness=settings.admission_staleness,
@@ -31,16 +31,12 @@ def make_loop(settings: LoopSettings, environment: Sleeping, sampler: InstantSam
     environment_timeout=settings.timeout,
     environment_retries=0,
   )
-
-  # Put together as in training, but for the sampler and the environments.
   tokenizer = environment.tokenizer()
   return RolloutLoop(
     lambda: environment.make(tokenizer),
     _prompts(environment),
     sampler,
-    TrajectoryBuffer(
-      AdmissionControl(settings.batch_size, settings.admission_staleness), max_staleness=settings.max_staleness
-    ),
+    TrajectoryBuffer(Ledger.of(config), max_staleness=settings.max_staleness),
     config,
     context_length=2,  # the prompt, the action
     vocab_size=tokenizer.vocab_size,
@@ -49,34 +45,27 @@ def make_loop(settings: LoopSettings, environment: Sleeping, sampler: InstantSam
 
 
 def run_loop(settings: LoopSettings, environment: Sleeping) -> LoopRecord:
-  """Runs the loop for `settings.steps` train steps.
-
-  A trajectory's lag is that of its oldest sampled token, which here is sampled when the episode starts.
-  """
-  sampler, interrupt = InstantSampler(), Interrupt()
-  rollouts = make_loop(settings, environment, sampler)
+  """Runs the loop; lags are those of the oldest sampled token, which here is sampled when the episode starts."""
+  sampler = InstantSampler()
+  loop = make_loop(settings, environment, sampler)
   lags, used = [], []
   began = time.monotonic()
-  rollouts.start()
-
-  try:
-    metrics = StepMetrics(rollouts)
+  with Rollouts(loop, settings.batch_size, Interrupt()) as rollouts:
     for version in range(settings.steps):
-      # The train step is a wait; the host reads its metrics meanwhile, as in training.
-      batch = take(rollouts, settings.batch_size, version, interrupt)
+      batch = rollouts.take(version)
+
+      # The train step: a wait, with the host's work while it is under way, as in training.
       trained = time.monotonic() + settings.train_seconds
       lags += [version - trajectory.oldest_version for trajectory in batch]
       used += [trajectory.info["latency"] for trajectory in batch]
-      metrics.read(batch)
+      rollouts.metrics(batch)
       time.sleep(max(trained - time.monotonic(), 0.0))
 
-      # Publish the next version.
+      # Its weights are published: the sampler only has to know their number.
       sampler.version = version + 1
-      rollouts.on_version(version + 1)
+      rollouts.end_step(version + 1)
     wall = time.monotonic() - began
-    stats = rollouts.stats()
-  finally:
-    rollouts.stop()
+    stats = loop.stats()
 
   return LoopRecord(
     settings=settings,
@@ -92,20 +81,17 @@ def run_loop(settings: LoopSettings, environment: Sleeping) -> LoopRecord:
 
 
 def episodes(environment: Sleeping) -> Iterator[Episode]:
-  """Lists the episodes of every run with these environments, in the order in which they start."""
+  """The episodes of every run with these environments, in the order in which they start."""
   return (environment.episode(prompt.key) for prompt in _prompts(environment))
 
 
 def event_loop_gap(environment: Sleeping) -> float:
-  """Measures the longest silence of the loop's event loop during two episodes, in seconds beyond its heartbeat."""
+  """The longest silence of the loop's event loop, in seconds beyond its heartbeat, over two episodes side by side."""
   settings = LoopSettings(slots=2, admission_staleness=0, max_staleness=-1, train_seconds=0.0, batch_size=2, steps=1)
-  rollouts = make_loop(settings, environment, InstantSampler())
-  rollouts.start()
-  try:
-    take(rollouts, settings.batch_size, 0, Interrupt())
-    return rollouts.stats()["max_event_loop_gap"]
-  finally:
-    rollouts.stop()
+  loop = make_loop(settings, environment, InstantSampler())
+  with Rollouts(loop, settings.batch_size, Interrupt()) as rollouts:
+    rollouts.take(0)
+    return loop.stats()["max_event_loop_gap"]
 
 
 def _prompts(environment: Sleeping) -> PromptIterator:

@@ -1,8 +1,8 @@
 """The Environment protocol: asynchronous reset and step on token ids.
 
-The *settings* of an environment (`EnvironmentSpec`) are a frozen dataclass in the run's configuration. They offer the
-prompts and make one `Environment` per episode. Text becomes tokens only inside the environment; sampled tokens are
-never tokenised again.
+The *settings* of an environment are a frozen dataclass in the run's configuration. They make an `Environment` per
+episode and list the prompts. Text becomes tokens only inside the environment; what the policy sampled is never
+re-tokenised.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from absl import logging
 
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation.fixed_policy import run_episodes
-from sao_jax.interrupt import Interrupt
+from sao_jax.interrupt import Interrupt, Interrupted
 from sao_jax.learner.batches import packed_batch
 from sao_jax.learner.setup import Learner
 from sao_jax.sampler.service import SamplerService
@@ -65,6 +66,21 @@ def audit_sampler(
     raise failures[0]
   batch = packed_batch(learner, trajectories)
   return compare(learner.policy.apply, params, batch.rows, config.training.audit_tolerance)
+
+
+def audit_at_start(
+  config: RunConfig, learner: Learner, service: SamplerService, params: PyTree, interrupt: Interrupt
+) -> None:
+  """Refuses to train when sampler and learner disagree at lag 0; says nothing when it was interrupted.
+
+  Raises:
+    SamplerMismatch: they disagree.
+  """
+  try:
+    worst = audit_sampler(config, learner, service, params, interrupt)
+  except Interrupted:
+    return  # nothing is trained any more
+  logging.info("Audit: sampler and learner log-probs agree to %.2g at lag 0.", worst)
 
 
 def compare(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch, tolerance: float) -> float:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from absl import logging
 
@@ -13,12 +11,11 @@ from sao_jax.config import RunConfig
 from sao_jax.episode import EnvironmentFailure, Prompt, Trajectory
 from sao_jax.evaluation.event_loop import run_in_background
 from sao_jax.interrupt import StopSignal
-from sao_jax.report.page import append_episode
-from sao_jax.rollout.intake import Rollout
+from sao_jax.rollout.ledger import Rollout
 from sao_jax.rollout.outcomes import BadEvidence, PromptTooLong, RolloutSilent
 from sao_jax.rollout.run_episode import EpisodeLimits, within
 from sao_jax.rollout.runner import EpisodeRunner
-from sao_jax.rollout.watchdog import Progress, describe_tasks
+from sao_jax.rollout.watchdog import Activity, describe_tasks
 from sao_jax.sampler.service import SamplerService
 
 CHECKED_PROMPTS = 16
@@ -52,15 +49,15 @@ def run_episodes(
     Interrupted: the process was asked to stop.
     RolloutSilent: nothing has happened for `training.watchdog_seconds`.
   """
-  progress = Progress()
+  activity = Activity()
 
   def look(event_loop: asyncio.AbstractEventLoop) -> None:
-    if progress.silence > config.training.watchdog_seconds:
+    if activity.silence > config.training.watchdog_seconds:
       tasks = describe_tasks(asyncio.all_tasks(event_loop))
-      raise RolloutSilent(f"nothing has happened for {progress.silence:.0f} s in {len(prompts)} episodes\n{tasks}")
+      raise RolloutSilent(f"nothing has happened for {activity.silence:.0f} s in {len(prompts)} episodes\n{tasks}")
 
   prompts = list(prompts)
-  episodes = _run_all(config, service, prompts, temperature, first_rollout_id, progress)
+  episodes = _run_all(config, service, prompts, temperature, first_rollout_id, activity)
   return run_in_background(episodes, interrupt=interrupt, look=look)
 
 
@@ -70,7 +67,7 @@ async def _run_all(
   prompts: Sequence[Prompt],
   temperature: float,
   first_rollout_id: int,
-  progress: Progress,
+  activity: Activity,
 ) -> tuple[list[Trajectory], list[Exception]]:
   tokenizer = config.environment.tokenizer()
   runner = EpisodeRunner(
@@ -80,7 +77,7 @@ async def _run_all(
     temperature=temperature,
     timeout=config.rollout.environment_timeout,
     retries=config.rollout.environment_retries,
-    on_activity=progress.beat,
+    on_activity=activity.note,
   )
   free_slots = asyncio.Semaphore(config.sampler.num_slots)
 
@@ -122,24 +119,3 @@ def check_prompts(config: RunConfig) -> None:
 
   run_in_background(check("train", config.training.seed))
   run_in_background(check("heldout", config.evaluation.seed))
-
-
-def episode_segments(trajectory: Trajectory, tokenizer: Any) -> list[tuple[str, str]]:
-  """The episode as text: (kind, text) pieces in order, kind "prompt", "action" or "observation"."""
-  segments: list[tuple[str, str]] = []
-  mask = trajectory.action_mask
-  boundaries = [0, *(int(i) for i in (mask[1:] != mask[:-1]).nonzero()[0] + 1), len(mask)]
-  turn_starts = {int(start) for start in trajectory.turn_starts}
-  for start, end in zip(boundaries, boundaries[1:]):
-    # Two turns without an observation between them are two actions.
-    cuts = [start, *sorted(turn for turn in turn_starts if start < turn < end), end]
-    for low, high in zip(cuts, cuts[1:]):
-      kind = "action" if mask[low] else ("prompt" if low == 0 else "observation")
-      segments.append((kind, tokenizer.decode(trajectory.token_ids[low:high])))
-  return segments
-
-
-def record_episode(config: RunConfig, workdir: pathlib.Path, phase: str, step: int, trajectory: Trajectory) -> None:
-  """Appends an episode, as text, to the run's record, from which the report shows some."""
-  segments = episode_segments(trajectory, config.environment.tokenizer())
-  append_episode(workdir, phase, step, trajectory.reward, trajectory.status.value, segments)

@@ -9,13 +9,12 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.moe import EXPERT_WEIGHTS
-from sao_jax.models.sparse_attention import is_full
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import count_params, path_name
+from sao_jax.sampler.caches import empty_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +175,8 @@ def active_params(config: ModelConfig) -> int:
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str = "bfloat16") -> int:
   """Returns the bytes of the sampler's cache per token: keys and values of all layers, or latents and index keys."""
-  if config.kv_lora_rank:
-    latents = config.num_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
-    index_keys = sum(is_full(config)) * config.index_head_dim if config.index_topk else 0
-    return (latents + index_keys) * jnp.dtype(dtype).itemsize
-  return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+  cache = jax.eval_shape(lambda: empty_cache(config, 1, 1, dtype))
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
 def size_table() -> str:

@@ -19,9 +19,8 @@ from sao_jax.learner.placement import place
 from sao_jax.models.critic import critic_specs, frozen_critic_paths, make_critic_apply
 from sao_jax.models.lora import lora_specs
 from sao_jax.models.policy import make_policy_apply
-from sao_jax.models.router import router_bias_paths, update_router_bias
-from sao_jax.models.sparse_attention import indexer_paths
-from sao_jax.models.transformer import param_specs
+from sao_jax.models.router import update_router_bias
+from sao_jax.models.transformer import fixed_paths, param_specs
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
 from sao_jax.parallel.params import abstract_params, init_params, path_name, path_names
@@ -63,7 +62,7 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
 def make_policy(config: RunConfig, mesh: Mesh) -> Network:
   """The policy. With LoRA only its factors train; router biases have no gradient, but may follow the load."""
   specs = base_specs = param_specs(config.model)
-  frozen = indexer_paths(config.model) | router_bias_paths(config.model)
+  frozen = fixed_paths(config.model)
   if config.model.lora.rank:
     specs = base_specs | {"lora": lora_specs(base_specs, config.model.lora)}
     frozen = frozenset({*path_names(base_specs), "lora/scale"})

@@ -9,20 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from sao_jax.config import ModelConfig
+from sao_jax.models.attention import attention_kind
 from sao_jax.models.linear import linear
 from sao_jax.models.policy import packed_trunk
-from sao_jax.models.router import router_bias_paths
-from sao_jax.models.sparse_attention import indexer_paths
-from sao_jax.models.transformer import param_specs
+from sao_jax.models.transformer import fixed_paths, param_specs
 from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs, init_params, path_names
 from sao_jax.types import TrajectoryBatch
-
-# All parameters of attention modules, by their names; a model has some of them.
-ATTENTION = (
-  *("q", "k", "v", "o", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias"),
-  *("q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b"),
-)
 
 
 def critic_specs(config: ModelConfig, num_outputs: int = 1, initializer: str = "zeros") -> Specs:
@@ -78,14 +71,15 @@ def frozen_critic_paths(
   them. The indexers of sparse attention and the correction biases of routers, which have no gradient, are always in it.
 
   Raises:
-    ValueError: the model declares a parameter of attention that `ATTENTION` does not list.
+    ValueError: the model declares a parameter of attention that its kind does not list (`AttentionKind.names`).
   """
   declared = set(path_names(critic_specs(config)))
-  listed = {f"{layers}/attention/{name}" for layers in ("dense_layers", "moe_layers") for name in ATTENTION}
+  names = attention_kind(config).names
+  listed = {f"{layers}/attention/{name}" for layers in ("dense_layers", "moe_layers") for name in names}
   unlisted = {name for name in declared if "/attention/" in name} - listed
   if unlisted:
     raise ValueError(f"no list says whether these parameters of attention can be frozen: {sorted(unlisted)}")
-  paths = set(indexer_paths(config) | router_bias_paths(config))
+  paths = set(fixed_paths(config))
   if attention:
     paths |= listed
   if router:

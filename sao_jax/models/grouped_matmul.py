@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+Params = Any
+RowFunction = Callable[[Params, jax.Array], jax.Array]
+
 MEGABLOX_TILE = (512, 1024, 1024)  # rows, contracted width, output width; clipped to the operands
 
 
@@ -57,10 +60,6 @@ def megablox_matmul(
 
 def _matmul(matrix: jax.Array, rows: jax.Array) -> jax.Array:
   return jnp.dot(rows, matrix)
-
-
-Params = Any
-RowFunction = Callable[[Params, jax.Array], jax.Array]
 
 
 def grouped_map(
@@ -112,6 +111,7 @@ def _forward(
 
 def _backward(fn: RowFunction, tile: int, residuals: Any, out_grad: jax.Array) -> tuple[Any, jax.Array, None]:
   """The same walk with the derivative of `fn`; what `fn` computes inside is computed again, nothing was stored."""
+  # Gradients of parameters add up over the tiles of a group, those of rows are written tile by tile.
   params, rows, group_sizes = residuals
   padded, padded_grad = _pad(rows, tile), _pad(out_grad, tile)
   ends = jnp.cumsum(group_sizes)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that are there, in chunks: the logits of the whole batch are never built."""
+"""Log-probabilities of given tokens, in chunks: the logits of the whole batch are never built."""
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ def token_logprobs(
       at a time, also in the backward pass, which computes them again.
     layout: the one that parameters and batch are placed by.
   """
+  # Blocks of `width` positions of every row, as equal as they can be.
   rows, length = token_ids.shape
   num_blocks = -(-rows * length // (chunk * layout.shards("batch")))
   width = -(-length // num_blocks)
   num_blocks = -(-length // width)
+
   targets = jnp.roll(token_ids, -1, axis=1)
 
   def blocks(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [num_blocks, B, width, ...]
@@ -59,6 +61,8 @@ def token_logprobs(
     states, ids = block
     logits = head_logits(params, config, states) / temperature
     logits = layout.constrain(logits, "batch", None, "vocab")
+
+    # log softmax and its entropy from one exponential.
     logits = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     exps = jnp.exp(logits)
     total = jnp.sum(exps, axis=-1)

@@ -19,13 +19,13 @@ EXPERT_WEIGHTS = ("gate", "up", "down")
 
 
 class Routed(NamedTuple):
-  """What became of the tokens of an MoE layer; of several layers stacked in front. See `router.Routing`.
+  """Experts and figures of every token of an MoE layer; layers are stacked in front. See `router.Routing`.
 
   Attributes:
     experts: the k experts of every token.
-    entropy: of the router, in nats.
-    agreeing: how many of them the router itself prefers.
-    computed: how many of them some device has computed: k, or the layer is not dropless.
+    entropy: the router's entropy, in nats.
+    agreeing: the number of them that the router itself prefers.
+    computed: the number of them that some device has computed: k, or the layer is not dropless.
   """
 
   experts: Int[Array, "*layers B T k"]
@@ -48,21 +48,25 @@ def expert_feed_forward(
   """
   num_active, num_experts = experts.shape[1], params["gate"].shape[0]
   params = {name: params[name].astype(x.dtype) for name in EXPERT_WEIGHTS}
+
+  # Pairs of other devices sort behind the last group, where nothing is computed.
   ids = jnp.where(lives_here(experts, num_experts), experts, num_experts).reshape(-1)
   order, inverse = sort_by_expert(ids, num_experts + 1)
   group_sizes = jnp.sum(ids[:, None] == jnp.arange(num_experts, dtype=ids.dtype), axis=0, dtype=jnp.int32)
+
   rows = permute(jnp.repeat(x, num_active, axis=0), order, inverse)
   if implementation == "blocked":
     out = grouped_map(feed_forward, params, rows, group_sizes)
   else:
     matmul = functools.partial(grouped_matmul, group_sizes=group_sizes, implementation=implementation)
     out = matmul(jax.nn.silu(matmul(rows, params["gate"])) * matmul(rows, params["up"]), params["down"])
+
   out = permute(out, inverse, order).reshape(*experts.shape, -1)
   return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)
 
 
 def lives_here(experts: Int[Array, "*pairs"], num_experts: int) -> Bool[Array, "*pairs"]:
-  """Which ids are those of the `num_experts` experts of this device."""
+  """True for the ids of the `num_experts` experts of this device."""
   return (experts >= 0) & (experts < num_experts)
 
 
@@ -130,12 +134,11 @@ def _sharded_experts(
   implementation: str,
   layout: Layout,
 ) -> tuple[jax.Array, jax.Array]:
-  """`_local_experts` over a mesh. Every device gathers the tokens of its "expert" group and computes the experts it
-  holds, their width split over "tensor"; the partial sums are added and scattered back. Exact and dropless for any
-  routing.
+  """`_local_experts` over a mesh, exact and dropless for any routing.
 
-  In general, over the mesh axes that split the experts or their width: those that also split the tokens gather and
-  scatter them, over the others the sums are added.
+  Every device gathers the tokens of its "expert" group and computes the experts it holds, their width split over
+  "tensor"; the partial sums are added and scattered back. With other rules: of the mesh axes that split the experts or
+  their width, those that also split the tokens gather and scatter them, and the sums are added over the others.
   """
   rules = layout.rules
   tokens = layout.spec("batch", "sequence", None)

@@ -10,21 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention import packed_attend
-from sao_jax.models.latent_attention import packed_latent_attend
+from sao_jax.models.attention import attention_kind
 from sao_jax.models.logprobs import token_logprobs
 from sao_jax.models.moe import Routed
-from sao_jax.models.transformer import Attend, trunk
+from sao_jax.models.transformer import trunk
 from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params
 from sao_jax.types import PolicyOutputs, RouterStatistics, TrajectoryBatch
-
-
-def attend_within_segments(config: ModelConfig, segment_ids: Int[Array, "B T"], layout: Layout = ONE_DEVICE) -> Attend:
-  """The `attend` argument of `trunk` for packed rows, for this model's kind of attention."""
-  if config.kv_lora_rank:
-    return packed_latent_attend(segment_ids, config, layout)
-  return packed_attend(segment_ids, layout)
 
 
 def packed_trunk(
@@ -40,7 +32,7 @@ def packed_trunk(
     config,
     batch.token_ids,
     batch.positions,
-    attend=attend_within_segments(config, batch.segment_ids, layout),
+    attend=attention_kind(config).packed(config, batch.segment_ids, layout),
     routed_experts=routed_experts,
     layout=layout,
   )
@@ -60,8 +52,8 @@ def make_policy_apply(
 
   Args:
     config: static.
-    temperature: the sampler's.
-    chunk: see `token_logprobs`, also for where the entries are 0.
+    temperature: the sampler's: logits are divided by it.
+    chunk: tokens whose logits are in memory at a time, see `token_logprobs`.
     layout: the one that parameters and batch are placed by.
   """
   head = functools.partial(token_logprobs, temperature=temperature, chunk=chunk, layout=layout)
@@ -78,15 +70,20 @@ def make_policy_apply(
 
 
 def count_routed(routed: Routed, batch: TrajectoryBatch, num_experts: int) -> RouterStatistics:
-  """What the routers did with the tokens of every row; padding is left out, but must be computed like all others."""
+  """Counts what the routers did with the tokens of every row. Padding is left out, except in `dropped`."""
   real = (batch.segment_ids > 0)[None]  # [1, B, T]
   count = lambda numbers: jnp.sum(jnp.where(real, numbers, 0), axis=2, dtype=jnp.float32).T  # [B, L]
+
+  # One-hot over the experts, summed over the tokens of a row and their k choices.
   num_active = routed.experts.shape[-1]
   chosen = routed.experts[..., None] == jnp.arange(num_experts, dtype=routed.experts.dtype)  # [L, B, T, k, E]
   load = jnp.sum(chosen & real[..., None, None], axis=(2, 3), dtype=jnp.float32)
+
+  # A token replays all its experts of a layer, or none: -1 marks the latter.
   replayed = jnp.zeros(routed.entropy.shape, jnp.bool_)
   if batch.routed_experts is not None:
     replayed = jnp.moveaxis(batch.routed_experts[..., 0] >= 0, 2, 0)
+
   return RouterStatistics(
     tokens=jnp.sum(real[0], axis=1, dtype=jnp.float32),
     load=jnp.moveaxis(load, 0, 1),

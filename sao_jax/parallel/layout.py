@@ -1,4 +1,4 @@
-"""Where arrays live: logical axes (the meaning of a dimension) are mapped to mesh axes by one table of rules."""
+"""The place of arrays: one table of rules maps logical axes (the meaning of a dimension) to mesh axes."""
 
 from __future__ import annotations
 

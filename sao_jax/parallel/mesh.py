@@ -24,6 +24,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     ConfigError: the sizes are not positive (one may be -1: what is left), or their product is not the device count.
   """
   devices = list(jax.devices() if devices is None else devices)
+
+  # Sizes are positive, but for one -1.
   sizes = dataclasses.asdict(config)
   fill = [name for name in AXES if sizes[name] == -1]
   for name in AXES:
@@ -31,6 +33,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
       raise ConfigError(f"mesh.{name}", f"an axis cannot have {sizes[name]} devices.", "use a positive size or -1.")
   if len(fill) > 1:
     raise ConfigError(f"mesh.{fill[1]}", f"{' and '.join(fill)} are all -1.", "leave at most one axis at -1.")
+
+  # The product is the number of devices.
   fixed = math.prod(size for size in sizes.values() if size > 0)
   if fill and len(devices) % fixed == 0:
     sizes[fill[0]] = len(devices) // fixed
@@ -39,6 +43,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     raise ConfigError(
       "mesh", f"{axes} does not match {len(devices)} devices.", f"choose sizes whose product is {len(devices)}."
     )
+
   shape = tuple(sizes[name] for name in AXES)
   return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 

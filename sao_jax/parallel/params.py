@@ -24,10 +24,10 @@ class ParamSpec:
     shape: its shape.
     axes: the logical axis (a field of `AxisRules`) of each dimension, None where it is never sharded.
     initializer: "normal" (with `stddev`), "zeros", "ones", or a function (key, shape, dtype) -> array.
-    dtype: of the stored parameter.
-    stddev: standard deviation of "normal".
-    compute_dtype: in which dtype the model reads it, None: that of its activations. Publishing keeps this precision, so
-      that sampler and learner compute with the same numbers.
+    dtype: the dtype of the stored parameter.
+    stddev: the standard deviation of "normal".
+    compute_dtype: the dtype that the model reads it in; None: that of its activations. Publishing keeps this precision,
+      so that sampler and learner compute with the same numbers.
   """
 
   shape: tuple[int, ...]

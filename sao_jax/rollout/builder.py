@@ -17,8 +17,8 @@ class TrajectoryBuilder:
   tokens; log-probs are finite and versions >= 0 exactly there; every earlier prefix is a prefix of the result.
   """
 
-  def __init__(self, key: PromptKey, rollout_id: int):
-    self._key, self._rollout_id = key, rollout_id
+  def __init__(self, key: PromptKey, rollout_id: int, sample: int = 0):
+    self._key, self._rollout_id, self._sample = key, rollout_id, sample
     self._ids: list[np.ndarray] = []
     self._mask: list[np.ndarray] = []
     self._logprobs: list[np.ndarray] = []
@@ -106,19 +106,24 @@ class TrajectoryBuilder:
     """The finished trajectory."""
     if not self._turn_starts:
       raise ValueError("a trajectory needs at least one action")
+
     return Trajectory(
+      # Per token.
       token_ids=np.concatenate(self._ids),
       action_mask=np.concatenate(self._mask),
       behavior_logprobs=np.concatenate(self._logprobs),
       policy_version=np.concatenate(self._versions),
+      routed_experts=self._all_experts() if self._experts else None,
+      # Per turn, and per segment.
       turn_starts=np.asarray(self._turn_starts, dtype=np.int32),
       segment_starts=np.asarray(self._segment_starts, dtype=np.int32),
+      # Once.
       reward=float(reward),
       status=status,
       key=self._key,
       rollout_id=self._rollout_id,
+      sample=self._sample,
       info=dict(info or {}),
-      routed_experts=self._all_experts() if self._experts else None,
     )
 
   def _append_experts(self, routed_experts: np.ndarray, num_sampled: int) -> None:

@@ -45,6 +45,7 @@ def check_completion(
   Raises:
     BadEvidence: with the reason.
   """
+  # The ids, and why they end where they end.
   ids = _flat("token ids", completion.token_ids, np.integer)
   if len(ids) == 0:
     raise BadEvidence("no sampled token", "the completion is empty")
@@ -54,6 +55,8 @@ def check_completion(
     raise BadEvidence("unknown finish reason", repr(completion.finish_reason))
   if completion.finish_reason == "stop" and int(ids[-1]) not in stop_ids:
     raise BadEvidence("stop without a stop token", f"last id {ids[-1]}, stop ids {stop_ids}")
+
+  # What was recorded with them, one number each.
   if completion.logprobs is None:
     raise BadEvidence("log-probs missing", "the completion has none")
   logprobs = _flat("log-probs", completion.logprobs, np.floating)
@@ -61,6 +64,8 @@ def check_completion(
   for name, array in (("log-probs", logprobs), ("policy versions", versions)):
     if len(array) != len(ids):
       raise BadEvidence(f"{name} of another length", f"{len(ids)} token ids, {len(array)} {name}")
+
+  # Numbers that a sampler can have recorded.
   _check_logprobs(logprobs)
   _check_versions(versions)
   return ids.astype(np.int32), logprobs.astype(np.float32), versions.astype(np.int32)

@@ -16,7 +16,7 @@ from sao_jax.sampler.requests import Completion, GenerateRequest
 
 
 class BatchSampler(Protocol):
-  """What a lockstep needs of a sampler."""
+  """The part of a sampler that a lockstep needs."""
 
   def new_session(self) -> int: ...
   def submit_all(self, requests: Sequence[GenerateRequest]) -> list[concurrent.futures.Future[Completion]]: ...
@@ -72,12 +72,15 @@ class LockStep:
   async def _run_round(self) -> None:
     turns = [self._waiting[rollout_id] for rollout_id in sorted(self._waiting)]
     self._waiting.clear()
+
+    # Nobody gets an answer before all are there.
     try:
       futures = self._sampler.submit_all([request for request, _ in turns])
       results = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
     except Exception as error:
       results = [error] * len(turns)
     self._round = None
+
     for (_, answer), result in zip(turns, results, strict=True):
       if answer.done():  # its episode was cancelled
         continue

@@ -1,4 +1,4 @@
-"""How a rollout ends, and the errors of the rollout room.
+"""Outcomes of rollouts, and the errors of the rollout room.
 
 Every submitted rollout has exactly one place (in flight, buffered, in training) or one `Outcome`; an environment's
 failure or bad evidence is an outcome with a named reason, never a reward of 0. Everything else stops the run.
@@ -13,7 +13,7 @@ from sao_jax.errors import ConfigError
 
 
 class Outcome(enum.Enum):
-  """What became of a rollout."""
+  """The ends of a rollout."""
 
   TRAINED = "trained"
   MASKED = "masked"  # handed to the train step, but some of its tokens (over age), or all (cut), left out of the losses

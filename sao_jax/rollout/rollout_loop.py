@@ -1,11 +1,11 @@
 """The asynchronous rollout loop: a thread with an asyncio event loop that keeps as many episodes under way as allowed.
 
-        prompts -> admission -> episode (environment <-> sampler) -> buffer.put ... buffer.take -> train step
-                       ^                                                                             |
-                       +---------------------- on_version(v): step done, weights published ----------+
+        prompts -> ledger.start -> episode (environment <-> sampler) -> buffer.put ... buffer.take -> train step
+                       ^                                                                                  |
+                       +----------------------- on_version(v): step done, weights published --------------+
 
-An episode that ends frees its place at once; nothing waits for a group or for the slowest rollout. A failure costs one
-rollout. An exception that is not a rollout's own affair stops the loop and reaches the trainer as itself.
+An episode that ends frees its place at once; nothing waits for the slowest rollout. A failure costs one rollout, and
+its group. An exception that is not a rollout's own affair stops the loop and reaches the trainer as itself.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sao_jax.config import RolloutConfig
 from sao_jax.environments.base import Environment
-from sao_jax.episode import EnvironmentFailure, Trajectory
-from sao_jax.rollout.admission import Place, check_identity
-from sao_jax.rollout.buffer import TrajectoryBuffer
-from sao_jax.rollout.intake import PromptStream, Rollout, RolloutIntake
+from sao_jax.episode import EnvironmentFailure
+from sao_jax.rollout.buffer import Snapshot, TrajectoryBuffer
+from sao_jax.rollout.ledger import Place, PromptStream, Rollout, check_identity
 from sao_jax.rollout.lockstep import LockStep
 from sao_jax.rollout.outcomes import (
   BadEvidence,
@@ -42,20 +42,12 @@ from sao_jax.rollout.outcomes import (
 from sao_jax.rollout.run_episode import EpisodeLimits
 from sao_jax.rollout.runner import EpisodeRunner, Sampler
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
-from sao_jax.rollout.watchdog import Progress, Watchdog, describe_tasks, describe_thread
+from sao_jax.rollout.watchdog import Activity, Watchdog, describe_tasks, describe_thread
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT = 0.05  # seconds between two looks of the event loop at the clock
-SETTLE_POLL = 0.5  # seconds between two looks at errors while the trainer waits for calm
-
-
-class _Snapshot(NamedTuple):
-  """The state of a loop at one instant, not yet copied."""
-
-  intake: dict[str, Any]
-  buffer: dict[str, Any]
-  trajectories: list[Trajectory]
+IDLE_POLL = 0.5  # seconds between two looks at errors while the trainer waits until nothing is in flight
 
 
 class RolloutLoop:
@@ -64,6 +56,7 @@ class RolloutLoop:
   Attributes:
     error: the exception that stopped the loop, or None.
     buffer: where finished trajectories go; the trainer takes them from there.
+    ledger: the buffer's; knows where every rollout is.
   """
 
   def __init__(
@@ -84,40 +77,43 @@ class RolloutLoop:
     make_environment: a fresh environment for one episode.
     prompts: where prompts come from; they may end.
     sampler: generates actions; its exceptions stop the run.
-    buffer: takes finished trajectories, and knows the admission control.
+    buffer: takes finished trajectories; its ledger decides what may start.
     config: turn and token limits, time-outs, retries.
     context_length: tokens of prompt + actions + observations.
     vocab_size: token ids lie below it.
-    max_in_flight: episodes at the same time, usually the sampler's slots; admission may allow fewer.
+    max_in_flight: episodes at the same time, usually the sampler's slots; the ledger may allow fewer.
     temperature: of sampling.
     watchdog_seconds: silence with rollouts in flight, after which the run stops.
     """
     self.error: BaseException | None = None
-    self.buffer = buffer
-    self._admission = buffer.admission
-    self._lockstep = LockStep(sampler) if config.deterministic else None
-    self._settled = 0  # trajectories in the buffer at the last calm, less those taken since
-    self._boundary: _Snapshot | None = None  # deterministic runs are saved as they were at the last version
-    self._sampler, self._max_in_flight = self._lockstep or sampler, max_in_flight
+    self.buffer, self.ledger = buffer, buffer.ledger
+    self._prompts, self._max_in_flight = prompts, max_in_flight
     self._max_consecutive_failures = config.max_consecutive_failures
-    limits = EpisodeLimits.of(config, context_length=context_length, vocab_size=vocab_size)
-    self._progress = Progress()
+    self._consecutive_failures: collections.Counter[str] = collections.Counter()
+
+    # Deterministic runs sample in rounds, and are saved as they were at the last version.
+    self._lockstep = LockStep(sampler) if config.deterministic else None
+    self._boundary: Snapshot | None = None
+
+    # How one rollout is run.
+    self._sampler = self._lockstep or sampler
+    self._activity = Activity()
     self._runner = EpisodeRunner(
       make_environment,
       self._sampler,
-      limits,
+      EpisodeLimits.of(config, context_length=context_length, vocab_size=vocab_size),
       temperature=temperature,
       timeout=config.environment_timeout,
       retries=config.environment_retries,
-      on_activity=self._progress.beat,
+      on_activity=self._activity.note,
       on_retry=self._count_retry,
     )
-    self._intake = RolloutIntake(prompts, self._admission)
-    self._consecutive_failures: collections.Counter[str] = collections.Counter()
-    self._tasks: set[asyncio.Task] = set()
+
+    # The thread, its event loop, and the one that watches them.
+    self._tasks: dict[int, asyncio.Task] = {}
+    self._event_loop: asyncio.AbstractEventLoop | None = None
     self._event_loop_gap = 0.0
     self._stopping = False
-    self._event_loop: asyncio.AbstractEventLoop | None = None
     self._thread = threading.Thread(target=self._run_thread, name="rollout", daemon=True)
     self._watchdog_seconds = watchdog_seconds
     self._watchdog = Watchdog(self._look, self._fail)
@@ -126,7 +122,7 @@ class RolloutLoop:
     """Starts rolling out."""
     if self._lockstep is not None:
       self._boundary = self._snapshot()
-    self._progress.beat()
+    self._activity.note()
     self._thread.start()
     self._watchdog.start()
 
@@ -152,8 +148,8 @@ class RolloutLoop:
 
   def on_version(self, version: int) -> None:
     """Tells that `version` is published; the oldest batch in training, if there is one, is thereby trained on."""
-    with self._admission.lock:
-      if self._admission.count(Place.IN_TRAINING):
+    with self.ledger.lock:
+      if self.ledger.batches_in_training:
         self.buffer.batch_done(version)
       else:
         self.buffer.set_version(version)
@@ -161,49 +157,36 @@ class RolloutLoop:
         self._boundary = self._snapshot()
     self._wake()
 
-  def take(self, batch_size: int, version: int, timeout: float | None = None) -> Any:
-    """`TrajectoryBuffer.take`; in a deterministic run of what was there at the last calm, see `settle`."""
-    if self._lockstep is not None and self._settled < batch_size:
-      self.settle(timeout)
-    batch = self.buffer.take(batch_size, version, timeout)
-    self._settled -= batch_size
-    return batch
-
-  def settle(self, timeout: float | None = None) -> None:
+  def wait_until_idle(self, timeout: float | None = None) -> None:
     """Waits until every rollout that may be under way has ended: the calm between two versions of a deterministic run.
-
-    What is buffered then is put in the order of rollout ids: timing has left no trace.
 
     Raises:
       TimeoutError: not within `timeout` seconds.
       Exception: what stopped the loop, as itself.
     """
-    idle = lambda: (
-      not self._admission.count(Place.IN_FLIGHT) and (self._admission.capacity < 1 or self._intake.exhausted)
-    )
-    calm = False
-    while not calm:
+    idle = False
+    while not idle:
       began = time.monotonic()
-      calm = self.buffer.wait_for(lambda: self.error is not None or idle(), timeout or SETTLE_POLL)
-      with self._admission.lock:
+      idle = self.buffer.wait_for(lambda: self.error is not None or self.ledger.idle, timeout or IDLE_POLL)
+      with self.ledger.lock:
         self.buffer.statistics.add("trainer_wait_seconds", time.monotonic() - began)
+
+      # A sampler that has died makes nothing idle: look at it now and then.
       self.check()
-      if not calm and timeout is not None:
-        raise TimeoutError(f"rollouts are under way after {timeout} s: {self._admission.counters()}")
-    self.buffer.sort()
-    self._settled = len(self.buffer)
+      if not idle and timeout is not None:
+        raise TimeoutError(f"rollouts are under way after {timeout} s: {self.ledger.counters()}")
 
   def stats(self) -> dict[str, Any]:
     """Counters by place, outcome and reason, statistics of the run, the largest event-loop gap since the last call.
 
     Checks the identity of the counters.
     """
-    with self._admission.lock:
-      counters = self._admission.counters()
-      check_identity(counters)
+    with self.ledger.lock:
+      counters, capacity = self.ledger.counters(), self.ledger.capacity
       summary = self.buffer.statistics.summary()
       gap, self._event_loop_gap = self._event_loop_gap, 0.0
-    return {**counters, **summary, "max_event_loop_gap": gap, "capacity": self._admission.capacity}
+    check_identity(counters)
+    return {**counters, **summary, "max_event_loop_gap": gap, "capacity": capacity}
 
   def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Returns (JSON, numpy arrays): everything needed to go on, taken at one instant.
@@ -212,7 +195,7 @@ class RolloutLoop:
     ids; what is in training is saved as buffered. So it belongs with the parameters of the last version that
     `on_version` was told. A deterministic run is saved as it was at that moment, with nothing in flight.
     """
-    with self._admission.lock:
+    with self.ledger.lock:
       snapshot = self._boundary or self._snapshot()
     # Outside the lock: copying a large buffer must not hold up the event loop.
     records, arrays = trajectories_to_state(snapshot.trajectories)
@@ -220,14 +203,14 @@ class RolloutLoop:
 
   def load_state_dict(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     """Goes on from a saved state; call it before `start`."""
-    with self._admission.lock:
-      self._intake.load_state_dict(state["intake"])
-      self.buffer.restore(state["buffer"], trajectories_from_state(state["trajectories"], arrays))
-      self._settled = len(self.buffer)
+    trajectories = trajectories_from_state(state["trajectories"], arrays)
+    self._prompts.set_state(state["intake"]["prompts"])
+    self.buffer.restore(Snapshot(state["intake"], state["buffer"], trajectories))
 
-  def _snapshot(self) -> _Snapshot:
+  def _snapshot(self) -> Snapshot:
     """Under the lock; cheap."""
-    return _Snapshot(self._intake.state_dict(), *self.buffer.snapshot())
+    snapshot = self.buffer.snapshot()
+    return snapshot._replace(intake=snapshot.intake | {"prompts": self._prompts.get_state()})
 
   # The rest runs in the loop's thread, except where it says otherwise.
 
@@ -242,10 +225,12 @@ class RolloutLoop:
       event_loop.close()
 
   async def _main(self) -> None:
+    # From here on other threads can wake this loop.
     self._awake = asyncio.Event()
     self._event_loop = asyncio.get_running_loop()
-    self._admission.on_capacity = self._wake
+    self.ledger.on_capacity, self.ledger.on_cancel = self._wake, self._cancel
     heartbeat = asyncio.create_task(self._heartbeat())
+
     try:
       while not self._stopping and self.error is None:
         self._awake.clear()
@@ -254,10 +239,14 @@ class RolloutLoop:
     except BaseException as error:  # whatever it is, it must reach the main loop
       self._fail(error)
     finally:
-      self._admission.on_capacity = lambda: None
-      for task in {heartbeat, *self._tasks}:
+      # Nobody wakes it any more: what runs is aborted.
+      self.ledger.on_capacity, self.ledger.on_cancel = lambda: None, lambda rollout_id: None
+      tasks = {heartbeat, *self._tasks.values()}
+      for task in tasks:
         task.cancel()
-      await asyncio.wait({heartbeat, *self._tasks}, timeout=5.0)
+      await asyncio.wait(tasks, timeout=5.0)
+      self.ledger.abort_waiting()
+
       # Environments that are being closed, and calls that were given up; some of them may never end.
       if rest := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(rest, timeout=1.0)
@@ -270,63 +259,80 @@ class RolloutLoop:
 
   def _start_rollouts(self) -> None:
     while len(self._tasks) < self._max_in_flight:
-      with self._admission.lock:
-        rollout = self._intake.next()
+      rollout = self.ledger.start(self._prompts)
       if rollout is None:
         break
       task = asyncio.create_task(self._run(rollout), name=f"rollout {rollout.rollout_id}")
-      self._tasks.add(task)
-      task.add_done_callback(self._reap)
+      self._tasks[rollout.rollout_id] = task
+      task.add_done_callback(functools.partial(self._reap, rollout.rollout_id))
       if self._lockstep is not None:
         self._lockstep.enter()
-    with self._admission.lock:
+
+    with self.ledger.lock:
       self.buffer.statistics.occupy(len(self._tasks), self._max_in_flight)
-    if self._intake.exhausted and not self._tasks:
+    if self.ledger.exhausted and not self._tasks:
       self.buffer.end(PromptsExhausted("the prompts have ended, and what is left does not fill a batch"))
 
   async def _run(self, rollout: Rollout) -> None:
     """One rollout, into the buffer or to its outcome; when it raises or is cancelled instead, it is aborted."""
-    name = rollout.prompt.key.environment
     try:
       trajectory = await self._runner.run(rollout)
-      with self._admission.lock:
-        self.buffer.put(trajectory)
-        self._intake.finished(rollout)
-      self._consecutive_failures[name] = 0
+      self.buffer.put(trajectory)
+      self._consecutive_failures[rollout.prompt.key.environment] = 0
+
+    # A fault of the environment costs its rollout, and is worth a traceback where nobody expected it.
     except EnvironmentFailure as failure:
-      level = logging.ERROR if isinstance(failure, UnexpectedFailure) else logging.WARNING
-      log.log(level, "rollout %d is dropped: %s", rollout.rollout_id, failure, exc_info=level == logging.ERROR)
-      self._settle(rollout, outcome_of(failure), reason_of(failure), failure)
+      unexpected = isinstance(failure, UnexpectedFailure)
+      level = logging.ERROR if unexpected else logging.WARNING
+      log.log(level, "rollout %d is dropped: %s", rollout.rollout_id, failure, exc_info=unexpected)
+      self._count_failure(rollout, outcome_of(failure), reason_of(failure), failure)
+
+    # So does what the sampler recorded and cannot be true.
     except BadEvidence as problem:
       log.warning("rollout %d is filtered: %s", rollout.rollout_id, problem)
-      self._settle(rollout, Outcome.FILTERED, problem.reason, problem)
-    self._progress.beat()
+      self._count_failure(rollout, Outcome.FILTERED, problem.reason, problem)
 
-  def _reap(self, task: asyncio.Task) -> None:
-    self._tasks.discard(task)
+    self._activity.note()
+
+  def _reap(self, rollout_id: int, task: asyncio.Task) -> None:
+    """Cleans up when the task of a rollout has ended, however it did."""
+    del self._tasks[rollout_id]
     if task.cancelled() or task.exception() is not None:
-      self._admission.settle(Place.IN_FLIGHT, Outcome.ABORTED)
+      cut_here = self.ledger.abort(rollout_id)  # else the ledger had it cancelled, with its group
       if not task.cancelled():
         self._fail(task.exception())
-      elif not self._stopping and self.error is None:
+      elif cut_here and not self._stopping and self.error is None:
         self._fail(RuntimeError(f"{task.get_name()} was cancelled from outside the loop"))
+
     if self._lockstep is not None and not self._stopping and self.error is None:
       self._start_rollouts()  # what takes its place must be there before the next round begins
       self._lockstep.leave()
     self._awake.set()
 
-  def _settle(self, rollout: Rollout, outcome: Outcome, reason: str, problem: Exception) -> None:
+  def _count_failure(self, rollout: Rollout, outcome: Outcome, reason: str, problem: Exception) -> None:
+    """Gives a rollout that failed its outcome; too many of them in a row stop the run."""
+    if self.ledger.fail(rollout.rollout_id, outcome, reason) is None:
+      return  # its group had ended before
     name = rollout.prompt.key.environment
-    with self._admission.lock:
-      self._intake.finished(rollout)
-      self._admission.settle(Place.IN_FLIGHT, outcome, reason)
     self._consecutive_failures[name] += 1
     if self._consecutive_failures[name] >= self._max_consecutive_failures:
       self._fail(EnvironmentDown(name, self._consecutive_failures[name], problem))
 
   def _count_retry(self) -> None:
-    with self._admission.lock:
+    with self.ledger.lock:
       self.buffer.statistics.add("retries")
+
+  def _cancel(self, rollout_id: int) -> None:
+    """Stops a rollout whose outcome is known already; from any thread."""
+    if threading.current_thread() is self._thread:  # at once: a round of a deterministic run must not begin with it
+      self._cancel_task(rollout_id)
+    else:
+      with contextlib.suppress(RuntimeError):  # the event loop has been closed, and its tasks have ended
+        self._event_loop.call_soon_threadsafe(self._cancel_task, rollout_id)
+
+  def _cancel_task(self, rollout_id: int) -> None:
+    if rollout_id in self._tasks:  # it may just have ended
+      self._tasks[rollout_id].cancel()
 
   def _wake(self) -> None:
     """Lets the loop look again; from any thread."""
@@ -336,18 +342,18 @@ class RolloutLoop:
 
   def _fail(self, error: BaseException) -> None:
     """Stops the loop and tells the trainer; from any thread. The first error stays."""
-    with self._admission.lock:
+    with self.ledger.lock:
       self.error = error if self.error is None else self.error
     self.buffer.fail(self.error)
     self._wake()
 
   def _look(self) -> None:
-    """What the watchdog looks at, in its own thread."""
+    """Looks, in the watchdog's thread, for an error that nobody was told, and for silence."""
     self.check()
-    if not self._admission.count(Place.IN_FLIGHT):
-      self._progress.beat()
-    elif self._progress.silence > self._watchdog_seconds:
+    if not self.ledger.count(Place.IN_FLIGHT):
+      self._activity.note()
+    elif self._activity.silence > self._watchdog_seconds:
       raise RolloutSilent(
-        f"nothing has happened for {self._progress.silence:.0f} s\n{self._admission.counters()}\n"
+        f"nothing has happened for {self._activity.silence:.0f} s\n{self.ledger.counters()}\n"
         f"{describe_tasks(asyncio.all_tasks(self._event_loop))}\nrollout thread:\n{describe_thread(self._thread)}"
       )

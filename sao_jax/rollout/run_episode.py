@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeLimits:
-  """What cuts an episode; all but `max_turns` in tokens.
+  """Limits that cut an episode; all but `max_turns` in tokens.
 
   Attributes:
     max_turns: actions per episode.
     max_tokens: sampled tokens per episode.
     max_tokens_per_turn: sampled tokens per action.
     context_length: prompt + actions + observations, of one segment.
-    trajectory_length: of all segments of an episode together, which are trained in one row.
+    trajectory_length: all segments of an episode together, which are trained in one row.
     vocab_size: an environment's ids must lie below it.
   """
 
@@ -86,6 +86,7 @@ async def run_episode(
   limits: EpisodeLimits,
   *,
   session_id: int,
+  sample: int = 0,
   temperature: float = 1.0,
   timeout: float = 30.0,
 ) -> Trajectory:
@@ -101,6 +102,7 @@ async def run_episode(
     rollout_id: number of the rollout.
     limits: what cuts the episode.
     session_id: the sampler's session; the caller opens and releases it.
+    sample: its number among the rollouts of the prompt.
     temperature: sampling temperature.
     timeout: seconds for one call of the environment.
 
@@ -109,16 +111,19 @@ async def run_episode(
     BadEvidence: the sampler returned an action that cannot be trained on.
     PromptTooLong: no token fits behind the prompt.
   """
+  # Pose the task.
   began = time.monotonic()
   caller = _EnvironmentCaller(environment, timeout, limits.vocab_size)
   prompt_ids = await caller.reset(prompt)
   if len(prompt_ids) >= limits.context_length:
     raise PromptTooLong(len(prompt_ids), limits.context_length, str(tuple(prompt.key)))
-  builder = TrajectoryBuilder(prompt.key, rollout_id)
+  builder = TrajectoryBuilder(prompt.key, rollout_id, sample)
   builder.append_prompt(prompt_ids)
+
   info: dict[str, float] = {}
   new_ids, new_context, reward, status = prompt_ids, False, None, None
   while status is None:
+    # The policy acts.
     cap = limits.turn_cap(builder)
     stop_ids = tuple(environment.stop_ids)
     request = GenerateRequest(
@@ -132,6 +137,8 @@ async def run_episode(
       new_context=new_context,
     )
     completion = await generate(request)
+
+    # What it was recorded with is checked before anything is built on it.
     action_ids, logprobs, versions = check_completion(completion, cap, stop_ids)
     num_read = builder.num_unrouted + len(action_ids) - 1
     routed_experts = check_routed_experts(completion.routed_experts, num_read, builder.routed_shape)
@@ -139,6 +146,8 @@ async def run_episode(
     if completion.finish_reason != "stop":
       status = limits.status_of_cut_action(builder, cap)
       break
+
+    # The environment answers.
     result = await caller.step(action_ids)
     info |= result.info
     new_ids, new_context = result.observation, result.new_context
@@ -146,10 +155,14 @@ async def run_episode(
       status, reward = Status.TERMINATED, result.reward
     else:
       status = limits.status_before_next_turn(builder, result)
+
+    # Its answer is kept where an action follows, or where the last one still fits.
     if status is None and new_context:
       builder.append_prompt(new_ids)
     elif status is None or (result.done and len(new_ids) <= limits.room(builder)):
       builder.append_observation(new_ids)
+
+  # An episode that was cut is graded as it stands.
   if reward is None:
     reward = await caller.on_truncated(status)
   info |= {"latency": time.monotonic() - began, "environment_seconds": caller.seconds}

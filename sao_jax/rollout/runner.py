@@ -9,7 +9,7 @@ from typing import Protocol
 
 from sao_jax.environments.base import Environment
 from sao_jax.episode import EnvironmentFailure, InfrastructureFailure, Trajectory
-from sao_jax.rollout.intake import Rollout
+from sao_jax.rollout.ledger import Rollout
 from sao_jax.rollout.outcomes import UnexpectedFailure
 from sao_jax.rollout.run_episode import EpisodeLimits, TimeoutWithin, run_episode, within
 from sao_jax.sampler.requests import Completion, GenerateRequest
@@ -20,7 +20,7 @@ RETRY_DELAY = 0.1  # seconds before the first retry, doubled for every further o
 
 
 class Sampler(Protocol):
-  """What a rollout needs of a sampler; all of it may be called from any thread."""
+  """The part of a sampler that a rollout needs; all of it may be called from any thread."""
 
   def new_session(self) -> int: ...
   async def generate(self, request: GenerateRequest) -> Completion: ...
@@ -71,6 +71,7 @@ class EpisodeRunner:
     return await self._attempt(rollout)
 
   async def _attempt(self, rollout: Rollout) -> Trajectory:
+    # Nothing of an attempt before is used again.
     environment = self._new_environment(rollout.prompt.key.environment)
     session_id = self._sampler.new_session()
     try:
@@ -80,13 +81,16 @@ class EpisodeRunner:
         self._generate,
         rollout.rollout_id,
         self._limits,
+        sample=rollout.sample,
         session_id=session_id,
         temperature=self._temperature,
         timeout=self._timeout,
       )
     finally:
       self._sampler.release(session_id)
-      closing = asyncio.create_task(self._close(environment))  # a slow close holds no rollout's place
+
+      # In a task of its own: a slow close holds no rollout's place.
+      closing = asyncio.create_task(self._close(environment))
       self._closing.add(closing)
       closing.add_done_callback(self._closing.discard)
 

@@ -24,6 +24,7 @@ def trajectories_to_state(trajectories: list[Trajectory]) -> tuple[list[dict[str
 
   Without trajectories there are no arrays at all, for checkpoint formats that refuse empty ones.
   """
+  # Small facts go into a record each.
   records = [
     {
       "length": len(trajectory),
@@ -35,11 +36,14 @@ def trajectories_to_state(trajectories: list[Trajectory]) -> tuple[list[dict[str
       "rollout_id": trajectory.rollout_id,
       "info": {name: float(value) for name, value in trajectory.info.items()},
       "routed": trajectory.routed_experts is not None,
+      "sample": trajectory.sample,
     }
     for trajectory in trajectories
   ]
   if not trajectories:
     return records, {}
+
+  # Tokens of all trajectories go into one array a field: few arrays, however many trajectories.
   arrays = {name: np.concatenate([getattr(t, name) for t in trajectories]) for name in TOKEN_FIELDS}
   routed = [trajectory.routed_experts for trajectory in trajectories if trajectory.routed_experts is not None]
   if routed:
@@ -48,15 +52,18 @@ def trajectories_to_state(trajectories: list[Trajectory]) -> tuple[list[dict[str
 
 
 def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.ndarray]) -> list[Trajectory]:
-  """The inverse of `trajectories_to_state`, bit for bit."""
-  trajectories, start, routed = [], 0, 0
+  """Inverts `trajectories_to_state`, bit for bit."""
+  trajectories, start, routed = [], 0, 0  # where the next trajectory's tokens, and its experts, begin
   for record in records:
     end = start + record["length"]
+
+    # Its part of every array.
     tokens = {name: np.asarray(arrays[name][start:end], dtype=dtype) for name, dtype in TOKEN_FIELDS.items()}
     trained, experts = tokens.pop("trained"), None
-    if record.get("routed"):
+    if record.get("routed"):  # states from before routers were recorded do not say
       experts = np.asarray(arrays[EXPERTS][routed : routed + record["length"]], dtype=np.int16)
       routed += record["length"]
+
     trajectories.append(
       Trajectory(
         **tokens,
@@ -68,6 +75,7 @@ def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.
         rollout_id=record["rollout_id"],
         info=record["info"],
         routed_experts=experts,
+        sample=record.get("sample", 0),  # states from before there were groups do not say
         loss_mask=None if np.array_equal(trained, tokens["action_mask"]) else trained,
       )
     )

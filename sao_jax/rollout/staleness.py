@@ -28,16 +28,18 @@ def token_lags(trajectory: Trajectory, version: int) -> Int[np.ndarray, " n"]:
   return lags
 
 
-def is_stale(trajectory: Trajectory, version: int, max_staleness: int, staleness: str) -> bool:
-  """Whether nothing of the trajectory may be trained on at `version`.
+def decisive_version(trajectory: Trajectory, staleness: str) -> int:
+  """Returns the policy version that a trajectory's age is measured from.
 
-  "drop": its oldest sampled token is over age; "mask": all of them are. A negative `max_staleness` is no bound.
+  "drop": its oldest sampled token's, since one over-age token is too many; "mask": its youngest one's.
   """
-  if max_staleness < 0:
-    return False
   versions = trajectory.policy_version[trajectory.action_mask]
-  decisive = versions.min() if staleness == "drop" else versions.max()
-  return bool(version - decisive > max_staleness)
+  return int(versions.min() if staleness == "drop" else versions.max())
+
+
+def is_stale(decisive: int, version: int, max_staleness: int) -> bool:
+  """Returns whether nothing of a trajectory may be trained on at `version`; a negative `max_staleness` is no bound."""
+  return 0 <= max_staleness < version - decisive
 
 
 def mask_over_age(trajectory: Trajectory, version: int, max_staleness: int) -> Trajectory:

@@ -1,15 +1,16 @@
-"""What the rollout side did, summed over the run: latencies, lags, lengths, idle times. Host numbers only."""
+"""Sums over the run of what the rollout side did: latencies, lags, lengths, idle times. Host numbers only."""
 
 from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sao_jax.episode import Trajectory
+from sao_jax.rollout.outcomes import Outcome
 from sao_jax.rollout.staleness import token_lags
 
 SUMS = (
@@ -32,6 +33,45 @@ def length_bucket(num_sampled: int) -> int:
   return 1 << max(num_sampled - 1, 0).bit_length()
 
 
+class Usage(NamedTuple):
+  """The trajectories that one train step is given, in numbers; made without a lock, since that reads every token.
+
+  Attributes:
+    outcomes: how many of its trajectories become what, with the reason.
+    token_lags: how many of the tokens trained on have each lag, in versions.
+    tokens: tokens trained on.
+    masked_tokens: sampled tokens left out of the losses.
+    latency: seconds, summed over the trajectories.
+  """
+
+  outcomes: collections.Counter[tuple[Outcome, str]]
+  token_lags: collections.Counter[int]
+  tokens: int
+  masked_tokens: int
+  latency: float
+
+  @classmethod
+  def of(cls, trajectories: Sequence[Trajectory], version: int) -> Usage:
+    """Counts what the step that updates `version` is given.
+
+    Raises:
+      RuntimeError: for a token from a version that does not exist yet.
+    """
+    outcomes, lag_counts, tokens, masked = collections.Counter(), collections.Counter(), 0, 0
+    for trajectory in trajectories:
+      sampled, trained = trajectory.num_sampled, trajectory.num_trained
+      lags, counts = np.unique(token_lags(trajectory, version), return_counts=True)
+      lag_counts.update(dict(zip(lags.tolist(), counts.tolist())))
+      tokens, masked = tokens + trained, masked + sampled - trained
+
+      # Whatever is left out of the losses, and be it one token, is told apart from what is trained on as it is.
+      if trained == sampled:
+        outcomes[Outcome.TRAINED, ""] += 1
+      else:
+        outcomes[Outcome.MASKED, "over-age tokens" if trained else "all tokens"] += 1
+    return cls(outcomes, lag_counts, tokens, masked, sum(t.info.get("latency", 0.0) for t in trajectories))
+
+
 class RolloutStatistics:
   """Sums and histograms; not thread-safe, its users share one lock.
 
@@ -51,28 +91,27 @@ class RolloutStatistics:
     """Adds to one of `SUMS`."""
     self._sums[name] += amount
 
-  def generated(self, trajectory: Trajectory) -> None:
-    """A rollout has finished, whatever becomes of it."""
+  def generated(self, trajectory: Trajectory, num_sampled: int) -> None:
+    """Counts a rollout that has finished, whatever becomes of it; `num_sampled` tokens of it were sampled."""
     self.add("generated")
     self.add("generated_latency", trajectory.info.get("latency", 0.0))
-    self.add("generated_tokens", trajectory.num_sampled)
-    self._generated_lengths[length_bucket(trajectory.num_sampled)] += 1
+    self.add("generated_tokens", num_sampled)
+    self._generated_lengths[length_bucket(num_sampled)] += 1
 
-  def dropped(self, trajectory: Trajectory) -> None:
-    """A rollout was dropped because of its age."""
-    self._dropped_lengths[length_bucket(trajectory.num_sampled)] += 1
+  def dropped(self, num_sampled: int) -> None:
+    """Counts a finished rollout that was dropped because of its age, or of its group's."""
+    self._dropped_lengths[length_bucket(num_sampled)] += 1
 
-  def used(self, trajectory: Trajectory, version: int, masked_tokens: int) -> None:
-    """The step that updates `version` trained on a trajectory, `masked_tokens` of its sampled ones left out."""
-    self.add("used")
-    self.add("used_latency", trajectory.info.get("latency", 0.0))
-    self.add("used_tokens", trajectory.num_trained)
-    self.add("masked_tokens", masked_tokens)
-    lags, counts = np.unique(token_lags(trajectory, version), return_counts=True)
-    self._token_lags.update(dict(zip(lags.tolist(), counts.tolist())))
+  def used(self, usage: Usage) -> None:
+    """Counts a train step's trajectories."""
+    self.add("used", usage.outcomes.total())
+    self.add("used_latency", usage.latency)
+    self.add("used_tokens", usage.tokens)
+    self.add("masked_tokens", usage.masked_tokens)
+    self._token_lags.update(usage.token_lags)
 
   def occupy(self, busy: int, slots: int) -> None:
-    """From now on `busy` of `slots` rollout slots are in use."""
+    """Notes that from now on `busy` of `slots` rollout slots are in use."""
     now = self._clock()
     self._sums["busy_slot_seconds"] += self._busy * (now - self._since)
     self._sums["slot_seconds"] += self._slots * (now - self._since)
@@ -80,12 +119,13 @@ class RolloutStatistics:
 
   def summary(self) -> dict[str, Any]:
     """The sums, means made of them (NaN: nothing to average) and the histograms."""
-    self.occupy(self._busy, self._slots)
+    self.occupy(self._busy, self._slots)  # up to now
     sums = self._sums
 
     def ratio(numerator: str, denominator: str) -> float:
       return sums[numerator] / sums[denominator] if sums[denominator] else float("nan")
 
+    # Means over no trajectory at all are NaN, not 0.
     lag_tokens = sum(self._token_lags.values())
     return {
       **sums,

@@ -39,25 +39,25 @@ class Watchdog:
         return
 
 
-class Progress:
-  """When something last happened."""
+class Activity:
+  """Remembers when something last happened."""
 
   def __init__(self, clock: Callable[[], float] = time.monotonic):
     self._clock = clock
-    self.beat()
+    self.note()
 
-  def beat(self) -> None:
-    """Something happened."""
+  def note(self) -> None:
+    """Notes that something happened."""
     self._last = self._clock()
 
   @property
   def silence(self) -> float:
-    """Seconds since the last beat."""
+    """Seconds since something last happened."""
     return self._clock() - self._last
 
 
 def describe_tasks(tasks: Iterable[asyncio.Task], limit: int = 20) -> str:
-  """Where tasks are suspended, one line each: the task's name, then its awaits from the outermost to the innermost."""
+  """Shows where tasks are suspended, one line each: its name, then its awaits from the outermost to the innermost."""
   tasks = sorted(tasks, key=lambda task: task.get_name())  # the call that a rollout waits for comes behind it
   lines = []
   for task in tasks[:limit]:
@@ -74,6 +74,6 @@ def describe_tasks(tasks: Iterable[asyncio.Task], limit: int = 20) -> str:
 
 
 def describe_thread(thread: threading.Thread) -> str:
-  """The stack of a thread, innermost call last; shows what blocks an event loop."""
+  """Shows the stack of a thread, innermost call last: what blocks an event loop."""
   frame = sys._current_frames().get(thread.ident)
   return "".join(traceback.format_stack(frame, limit=6)) if frame is not None else "  the thread has ended\n"

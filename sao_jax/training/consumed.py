@@ -1,4 +1,4 @@
-"""What every train step consumed, kept on disk in order: with it a finished run can be replayed (see `replay`)."""
+"""The consumed batches, kept on disk in the order of train steps: a finished run can be replayed (see `replay`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Record:
     os.replace(unfinished, path)  # whole or not at all
 
   def read(self, step: int) -> list[Trajectory]:
-    """What `write` was given for `step`, bit for bit.
+    """Returns the trajectories that `write` was given for `step`, bit for bit.
 
     Raises:
       FileNotFoundError: nothing was kept.
@@ -44,7 +44,7 @@ class Record:
         path.unlink()
 
   def missing(self, steps: int) -> list[int]:
-    """Which of the steps 1 ... `steps` were not kept."""
+    """Returns those of the steps 1 ... `steps` that were not kept."""
     return [step for step in range(1, steps + 1) if not self._path(step).exists()]
 
   def _path(self, step: int) -> pathlib.Path:

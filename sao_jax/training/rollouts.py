@@ -1,41 +1,193 @@
-"""The rollout side of a run: prompts, buffer, admission and loop put together, and its numbers per train step."""
+"""The rollout side of a run, as the training loop uses it: take a batch, end the step; with its numbers per step."""
 
 from __future__ import annotations
 
 import functools
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from sao_jax.config import RunConfig
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.episode import Trajectory
-from sao_jax.interrupt import Interrupt
-from sao_jax.learner.batches import Batch, packed_batch, replayed_routing
+from sao_jax.interrupt import StopSignal
+from sao_jax.learner.batches import packed_batch, replayed_routing
 from sao_jax.learner.setup import Learner
 from sao_jax.parallel.process import data_process_count, data_process_index
-from sao_jax.rollout.admission import AdmissionControl, Place
 from sao_jax.rollout.buffer import TrajectoryBuffer
+from sao_jax.rollout.ledger import Ledger, Place
 from sao_jax.rollout.outcomes import Outcome
 from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.sampler.service import SamplerService
+from sao_jax.training.consumed import Record
 from sao_jax.training.phases import prompt_seed
+from sao_jax.types import PyTree
 
 POLL = 0.5  # seconds between two looks at a requested interruption while the trainer waits for a batch
 
 
+class Rollouts:
+  """Rollouts from the trainer's side; a context manager that starts and stops their loop.
+
+  Example:
+    with make_rollouts(learner, service, workdir, phase.name, step, version, interrupt) as rollouts:
+      while (batch := rollouts.take(version)) is not None:
+        state, metrics = train_step(state, batch.rows)
+        metrics |= rollouts.metrics(batch.trajectories)
+        version += 1
+        rollouts.end_step(version, jax.block_until_ready(publish(state.policy.params)))
+
+  Between `take` and `end_step` a batch is in training. A state saved in between has it as buffered, so
+  it belongs with the parameters of before the step; a state saved at any other time belongs with the newest ones.
+
+  Attributes:
+    loop: the asynchronous loop.
+    interrupt: ends the wait for a batch.
+  """
+
+  def __init__(
+    self,
+    loop: RolloutLoop,
+    batch_size: int,
+    interrupt: StopSignal,
+    *,
+    service: SamplerService | None = None,
+    record: Record | None = None,
+    first_step: int = 0,
+    deterministic: bool = False,
+    look: Callable[[], None] = lambda: None,
+  ):
+    """Args:
+    loop: not started yet.
+    batch_size: trajectories per train step.
+    interrupt: ends the wait for a batch.
+    service: the sampler that new weights are published to; None where nothing is published.
+    record: keeps what every step consumes; None keeps nothing.
+    first_step: train steps done before.
+    deterministic: end, before a new version, what was begun under the old one.
+    look: called now and then while waiting for a batch; may raise.
+    """
+    self.loop, self.interrupt = loop, interrupt
+    self._batch_size, self._service, self._deterministic, self._look = batch_size, service, deterministic, look
+    self._record, self._step = record, first_step
+    self._metrics: StepMetrics | None = None
+
+  def __enter__(self) -> Rollouts:
+    self.loop.start()
+    self._metrics = StepMetrics(self.loop)
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self.loop.stop()
+
+  def take(self, version: int) -> Any:
+    """Waits for the batch of the step that updates `version`, and records it as consumed if that is wanted.
+
+    Returns:
+      What the buffer makes of its trajectories, in training a `Batch`; None once an interruption was requested.
+
+    Raises:
+      BaseException: what stopped the rollout side, or `look` raised, as itself.
+    """
+    while not self.interrupt.requested:
+      self._look()
+      self.check()
+      try:
+        batch = self.loop.buffer.take(self._batch_size, version, timeout=POLL)
+      except TimeoutError:
+        self.check()  # a TimeoutError of the rollout side itself is not ours to swallow
+        continue
+
+      self._step += 1
+      if self._record is not None:
+        self._record.write(self._step, batch.trajectories)
+      return batch
+    return None
+
+  def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Returns the host-side numbers of a step; call it once per step, while the device computes it."""
+    return self._metrics.read(trajectories)
+
+  def end_step(self, version: int, params: PyTree | None = None) -> None:
+    """Ends the step of the batch that was taken: it is trained on, and `version` is the policy's from now on.
+
+    In a deterministic run what was begun under the old version ends under it first.
+
+    Args:
+      version: after the step.
+      params: the new weights for the sampler, computed already: it would stall on weights that are still under way.
+        None for a step that left the policy as it is, like those of the critic alone.
+    """
+    if self._deterministic:
+      self.loop.wait_until_idle()
+    if params is not None:
+      self._service.publish(params, version)
+    self.loop.on_version(version)
+
+  def check(self) -> None:
+    """Raises the exception that stopped the rollout side, as itself."""
+    self.loop.check()
+
+  def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns (JSON, numpy arrays): everything needed to go on, see `RolloutLoop.state_dict`."""
+    return self.loop.state_dict()
+
+  def load_state_dict(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Goes on from a saved state; call it before the context begins."""
+    self.loop.load_state_dict(state, arrays)
+
+
+def make_rollouts(
+  learner: Learner,
+  service: SamplerService,
+  workdir: pathlib.Path,
+  phase: str,
+  step: int,
+  version: int,
+  interrupt: StopSignal,
+  look: Callable[[], None] = lambda: None,
+) -> Rollouts:
+  """Makes the rollout side of a phase in this process, not started; records of steps after `step` are removed.
+
+  Args:
+    learner: packs batches, and holds the run's configuration.
+    service: the sampler.
+    workdir: the run's folder.
+    phase: name of the phase.
+    step: train steps done before.
+    version: the policy version that the service starts with.
+    interrupt: ends the wait for a batch.
+    look: called now and then while waiting for a batch; may raise.
+  """
+  rollout = learner.config.rollout
+  record = Record(workdir, phase)
+  record.forget_after(step)
+  return Rollouts(
+    make_rollout_loop(learner, service, phase, version),
+    rollout.batch_size,
+    interrupt,
+    service=service,
+    record=record if rollout.record or rollout.deterministic else None,
+    first_step=step,
+    deterministic=rollout.deterministic,
+    look=look,
+  )
+
+
 def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, version: int) -> RolloutLoop:
-  """The asynchronous loop of this process, not started, on its share of the training prompts.
+  """Makes the asynchronous loop of this process, not started, on its share of the training prompts.
 
   Its buffer hands out packed rows on the learner's mesh, see `batches.Batch`.
   """
   config = learner.config
-  rollout = config.rollout
-  tokenizer = config.environment.tokenizer()
-  source = config.environment.prompts(tokenizer, "train", config.training.seed)
+  rollout, tokenizer = config.rollout, config.environment.tokenizer()
+
+  # From finished trajectories to batches.
   buffer = TrajectoryBuffer(
-    AdmissionControl(rollout.batch_size, rollout.admission_staleness),
+    Ledger.of(rollout),
     max_staleness=rollout.max_staleness,
     staleness=rollout.staleness,
     train_truncated=config.algorithm.truncation != "mask",
@@ -43,9 +195,11 @@ def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, ver
     version=version,
     make_batch=functools.partial(packed_batch, learner),
   )
+
+  # From prompts to finished trajectories.
   return RolloutLoop(
     lambda: config.environment.make(tokenizer),
-    make_prompt_iterator(source, seed=prompt_seed(config, phase), shard=(data_process_index(), data_process_count())),
+    _prompts(config, tokenizer, phase),
     service,
     buffer,
     rollout,
@@ -57,32 +211,24 @@ def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, ver
   )
 
 
-def take(
-  rollouts: RolloutLoop, batch_size: int, version: int, interrupt: Interrupt, look: Callable[[], None] = lambda: None
-) -> Batch | None:
-  """Waits for a batch; None once an interruption was requested. Raises what stopped the rollout side, as itself.
-
-  `look` is called now and then meanwhile, and may raise.
-  """
-  while not interrupt.requested:
-    look()
-    rollouts.check()
-    try:
-      return rollouts.take(batch_size, version, timeout=POLL)
-    except TimeoutError:
-      rollouts.check()  # a TimeoutError of the rollout side itself is not ours to swallow
-  return None
+def _prompts(config: RunConfig, tokenizer: Any, phase: str) -> Any:
+  """This process's share of the training prompts, in the phase's order."""
+  source = config.environment.prompts(tokenizer, "train", config.training.seed)
+  shard = data_process_index(), data_process_count()
+  return make_prompt_iterator(source, seed=prompt_seed(config, phase), shard=shard)
 
 
 class StepMetrics:
   """Host-side numbers of each train step, from the loop's running sums."""
 
-  def __init__(self, rollouts: RolloutLoop):
-    self._rollouts, self._before, self._began = rollouts, rollouts.stats(), time.monotonic()
+  def __init__(self, loop: RolloutLoop):
+    self._loop, self._before, self._began = loop, loop.stats(), time.monotonic()
 
   def read(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """The numbers since the last call; call it once per step, with the step's trajectories."""
-    stats, now = self._rollouts.stats(), time.monotonic()
+    """Returns the numbers since the last call; call it once per step, with the step's trajectories."""
+    stats, now = self._loop.stats(), time.monotonic()
+
+    # Times, since the last call.
     since = {
       name: stats[name] - self._before[name] for name in ("trainer_wait_seconds", "busy_slot_seconds", "slot_seconds")
     }
@@ -96,7 +242,8 @@ class StepMetrics:
       "truncated_fraction": float(np.mean([t.status.truncated for t in trajectories])),
       "latency_mean": float(np.mean([t.info.get("latency", 0.0) for t in trajectories])),
     }
-    # `stats` has checked that the first of these is the sum of the others.
+
+    # Counts and means over the run; `stats` has checked that the first of these is the sum of the others.
     metrics |= {f"rollouts_{name}": stats[name] for name in ("submitted", *(part.value for part in (*Place, *Outcome)))}
     metrics["rollouts_by_reason"] = {name: count for name, count in stats.items() if "/" in name}
     over_the_run = ("mean_generated_latency", "mean_used_latency", "masked_tokens", "retries", "drop_rate_by_length")

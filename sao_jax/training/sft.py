@@ -26,13 +26,14 @@ from sao_jax.learner.lora_start import check_lora_scale
 from sao_jax.learner.packing import check_buckets
 from sao_jax.learner.setup import abstract_network, make_learner, make_network_state, rows_multiple
 from sao_jax.parallel.process import data_process_count, data_process_index
-from sao_jax.report.metrics import DelayedFetch, MetricsWriter
-from sao_jax.report.progress import Progress
+from sao_jax.report.run_log import RunLog
 from sao_jax.training import phases
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrajectoryBatch
 
 # Sources may draw a prompt from (seed, id): the expert's mistakes must come from another stream than the question.
 DEMONSTRATION_STREAM = 0x5AFE_DE30
+
+FACTS = {"loss": "sft_loss", "entropy": "entropy"}  # shown beside the progress
 
 
 def make_sft_step(policy: Network, micro_batches: int = 1) -> Callable:
@@ -109,9 +110,13 @@ class Demonstrations:
     )
 
 
-def sft(config: RunConfig, workdir: str | os.PathLike) -> PyTree:
-  """Runs the phase to its end, or to an interruption, from its newest checkpoint; returns the policy's parameters."""
-  validate(config, training=True)
+def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = False) -> PyTree:
+  """Runs the phase to its end, or to an interruption, from its newest checkpoint; returns the policy's parameters.
+
+  `validated`: the caller has called `validate`.
+  """
+  if not validated:
+    validate(config, training=True)
   workdir = pathlib.Path(workdir)
   config = dataclasses.replace(config, policy_optimizer=config.sft.optimizer)
   learner = make_learner(config)
@@ -131,28 +136,20 @@ def sft(config: RunConfig, workdir: str | os.PathLike) -> PyTree:
       step, network, host_state = restored
       check_lora_scale(config, network.params)
       demonstrations.prompts.set_state(host_state["prompts"])
-    with (
-      MetricsWriter(workdir, phases.SFT, restored_step=step or None) as writer,
-      Progress(phases.SFT, total=config.sft.steps, start=step) as progress,
-    ):
-      delayed = DelayedFetch()
+    with RunLog(
+      workdir, phases.SFT, total=config.sft.steps, start=step, restored_step=step or None, facts=FACTS
+    ) as log:
       while step < config.sft.steps and not interrupt.requested:
         batch = packed_batch(learner, demonstrations.batch())
         network, metrics = train_step(network, batch.rows)
         step += 1
-        _log(delayed.push(step, metrics), writer, progress)
+        log.push(step, metrics)
         if checkpointer.due(step):
-          _log(delayed.flush(), writer, progress)
+          log.flush()
           checkpointer.save(step, network, {"prompts": demonstrations.prompts.get_state()})
-      _log(delayed.flush(), writer, progress)
+      log.flush()
     checkpointer.save(step, network, {"prompts": demonstrations.prompts.get_state()})
     checkpointer.wait()
   if interrupt.requested:
     logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
   return network.params
-
-
-def _log(fetched, writer: MetricsWriter, progress: Progress) -> None:
-  for step, metrics in fetched:
-    writer.write(step, metrics)
-    progress.update(step, loss=metrics["sft_loss"], entropy=metrics["entropy"])

@@ -15,7 +15,7 @@ from sao_jax.benchmarks.event_model import Episode, LoopSettings, simulate
 from sao_jax.benchmarks.scale import QUICK
 from sao_jax.benchmarks.sleeping import InstantSampler, Sleeping
 from sao_jax.interrupt import Interrupt
-from sao_jax.training.rollouts import take
+from sao_jax.training.rollouts import Rollouts
 
 
 def log_normal(sigma, seed=0):
@@ -89,7 +89,7 @@ def test_the_model_gets_the_very_episodes_of_the_real_loop():
   rollouts = async_loop.make_loop(SETTINGS, environment, InstantSampler())
   rollouts.start()
   try:
-    trajectories = take(rollouts, 12, 0, Interrupt())
+    trajectories = Rollouts(rollouts, 12, Interrupt()).take(0)
   finally:
     rollouts.stop()
   episodes = list(itertools.islice(async_loop.episodes(environment), 1 + max(t.rollout_id for t in trajectories)))
@@ -138,7 +138,7 @@ def test_suite_reports_real_and_model_of_every_point():
   compared = {name for name, value in results["points"][0].items() if isinstance(value, dict)}
   assert {"speedup", "trainer_idle", "slots_busy", "lag_mean", "lag_p95", "lag_max", "drop_rate"} < compared
   worst = min(results["points"], key=lambda point: point["speedup_over_model"])
-  assert results["worst_point"] == {name: worst[name] for name in loop_comparison.PLACE}
+  assert results["worst_point"] == {name: worst[name] for name in loop_comparison.POINT}
   assert results["speedup_over_model"]["worst"] == worst["speedup_over_model"]
   for record in (*results["points"], *results["faults"]):
     figures = suites.flatten(record)

@@ -172,12 +172,14 @@ def deterministic_run() -> tuple[list, dict[Outcome, int]]:
     )
     with Running(loop):
       for _ in range(6):
-        trained += [(t.rollout_id, t.token_ids.tolist(), t.reward, t.status) for t in loop.take(4, version, timeout=60)]
+        trained += [
+          (t.rollout_id, t.token_ids.tolist(), t.reward, t.status) for t in loop.buffer.take(4, version, timeout=60)
+        ]
         version += 1
-        loop.settle(60)
+        loop.wait_until_idle(60)
         service.publish(None, version)
         loop.on_version(version)
-      loop.settle(60)
+      loop.wait_until_idle(60)
       stats = loop.stats()
   assert {UNKNOWN, KILLED, TIMEOUT} <= set(stats)
   return trained, {outcome: stats[outcome.value] for outcome in Outcome}

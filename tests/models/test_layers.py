@@ -12,7 +12,8 @@ import pytest
 from toys.transformer_toy import IDS, MOE, POSITIONS, SEGMENTS, SMALL, logits_of, random_params
 
 from sao_jax.models import transformer
-from sao_jax.models.attention import grouped_attention, packed_attend, packed_causal_mask
+from sao_jax.models.attention.grouped import packed_attend
+from sao_jax.models.attention.packed import grouped_attention, packed_causal_mask
 from sao_jax.models.transformer import param_specs, trunk
 from sao_jax.parallel.params import abstract_params
 

@@ -11,7 +11,7 @@ import pytest
 from toys.transformer_toy import IDS, POSITIONS, SEGMENTS, random_params
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention import packed_attend
+from sao_jax.models.attention.grouped import packed_attend
 from sao_jax.models.moe import moe_feed_forward
 from sao_jax.models.policy import count_routed
 from sao_jax.models.router import route

@@ -16,7 +16,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention import packed_attend
+from sao_jax.models.attention.grouped import packed_attend
 from sao_jax.models.policy import make_policy_apply
 from sao_jax.models.transformer import param_specs, trunk
 from sao_jax.parallel.mesh import AXES

@@ -23,7 +23,7 @@ from sao_jax.rollout import watchdog
 from sao_jax.rollout.outcomes import EnvironmentDown, RolloutSilent
 from sao_jax.sampler.scheduler import Scheduler
 from sao_jax.sampler.service import SamplerService
-from sao_jax.training.rollouts import take
+from sao_jax.training.rollouts import Rollouts
 
 DEADLINE = 5.0  # seconds from the fault to the main loop
 HEARTBEAT_GAP = 0.1  # seconds
@@ -53,7 +53,7 @@ def caught_by_the_main_loop(loop, version: int = 0) -> BaseException:
   began = time.monotonic()
   with pytest.raises(BaseException) as caught:
     while True:  # what was finished before the fault
-      take(loop, 4, version, Interrupt())
+      Rollouts(loop, 4, Interrupt()).take(version)
       version += 1
       loop.on_version(version)
       assert time.monotonic() - began < 30, "no fault in sight"
@@ -83,10 +83,10 @@ def test_an_exception_of_any_kind_reaches_the_main_loop_as_itself(where, error):
   if where == "statistics":
     generated = loop.buffer.statistics.generated
 
-    def generated_or_not(trajectory):
+    def generated_or_not(trajectory, num_sampled):
       if trajectory.rollout_id == 6:
         raise error
-      generated(trajectory)
+      generated(trajectory, num_sampled)
 
     loop.buffer.statistics.generated = generated_or_not
   with Running(loop):
@@ -126,7 +126,7 @@ def test_a_tool_that_leaves_the_interpreter_costs_its_own_rollouts_only():
   sampler = FakeSampler()
   with Running(make_loop(make, sampler, admission_staleness=0)) as loop:
     for version in range(3):
-      assert len(take(loop, 4, version, Interrupt())) == 4
+      assert len(Rollouts(loop, 4, Interrupt()).take(version)) == 4
       loop.on_version(version + 1)
     stats = loop.stats()
   assert stats["trained"] == 12 and stats["failed_environment/UnexpectedFailure(RuntimeError)"] >= 4
@@ -183,7 +183,7 @@ def test_the_death_of_the_sampler_thread_is_noticed(where, error):
         while loop.stats()["in_flight"] < 4 or service.stats()["decoding_turns"]:
           time.sleep(0.001)
       else:
-        assert len(take(loop, 4, 0, Interrupt())) == 4
+        assert len(Rollouts(loop, 4, Interrupt()).take(0)) == 4
       engine.where = where
       if where == "publish":
         service.publish(None, 1)
@@ -219,7 +219,7 @@ def test_a_killed_grader_process_costs_one_rollout_and_is_replaced():
   sampler = FakeSampler()
   with Running(make_loop(Graded, sampler, slots=1, admission_staleness=0)) as loop:
     for version in range(4):
-      assert len(take(loop, 4, version, Interrupt())) == 4
+      assert len(Rollouts(loop, 4, Interrupt()).take(version)) == 4
       loop.on_version(version + 1)
     stats = loop.stats()
   pool.close()
@@ -238,7 +238,7 @@ def test_a_grader_that_hangs_costs_its_rollout_and_holds_up_nobody():
   sampler = FakeSampler()
   with Running(make_loop(Graded, sampler)) as loop:
     for version in range(3):
-      batch = take(loop, 4, version, Interrupt())
+      batch = Rollouts(loop, 4, Interrupt()).take(version)
       assert all(trajectory.key.id % 5 and trajectory.reward == 0.0 for trajectory in batch)
       loop.on_version(version + 1)
     while not loop.stats()["failed_infrastructure"]:
@@ -328,7 +328,7 @@ def test_a_trainer_that_asks_after_the_fault_is_told_all_the_same():
   with Running(loop):
     while loop.error is None:
       time.sleep(0.001)
-  for ask in (loop.check, lambda: take(loop, 4, 0, Interrupt()), lambda: loop.buffer.take(4, 0)):
+  for ask in (loop.check, lambda: Rollouts(loop, 4, Interrupt()).take(0), lambda: loop.buffer.take(4, 0)):
     with pytest.raises(Original) as caught:
       ask()
     assert caught.value is error

@@ -11,13 +11,16 @@ import pytest
 from beartype import beartype
 from hypothesis import given
 from jaxtyping import jaxtyped
-from toys.rollout_fakes import completion, fill, make_buffer, make_trajectory
+from toys.rollout_fakes import completion, fill, make_buffer, make_trajectory, submit
 
+from sao_jax.episode import Trajectory
 from sao_jax.learner.packing import pack
-from sao_jax.rollout.admission import check_identity
+from sao_jax.rollout import buffer as buffer_module
+from sao_jax.rollout import statistics
 from sao_jax.rollout.evidence import check_completion
+from sao_jax.rollout.ledger import check_identity
 from sao_jax.rollout.outcomes import BadEvidence
-from sao_jax.rollout.staleness import is_stale, mask_over_age, token_lags
+from sao_jax.rollout.staleness import decisive_version, is_stale, mask_over_age, token_lags
 
 
 def ids(trajectories) -> list[int]:
@@ -35,10 +38,10 @@ def test_a_batch_in_training_holds_its_capacity_until_it_is_done():
   buffer = make_buffer(batch_size=2, eta=0)
   fill(buffer, make_trajectory(0), make_trajectory(1))
   buffer.take(2, 0)
-  assert buffer.admission.capacity == 0 and len(buffer) == 0
+  assert buffer.ledger.capacity == 0 and len(buffer) == 0
   buffer.batch_done(1)
-  assert buffer.admission.capacity == 2 and buffer.version == 1
-  counters = buffer.admission.counters()
+  assert buffer.ledger.capacity == 2 and buffer.version == 1
+  counters = buffer.ledger.counters()
   assert (counters["submitted"], counters["trained"]) == (2, 2)
   with pytest.raises(RuntimeError, match="no batch"):
     buffer.batch_done(2)
@@ -70,10 +73,10 @@ def test_drop_gives_capacity_back_and_counts_by_length():
   buffer = make_buffer(batch_size=2, eta=1, max_staleness=2)
   fill(buffer, make_trajectory(0, turns=((5, 0),)), make_trajectory(1, version=[0, 1, 2, 3]))
   fill(buffer, make_trajectory(2, version=1), make_trajectory(3, version=3))
-  assert buffer.admission.capacity == 0
+  assert buffer.ledger.capacity == 0
   assert ids(buffer.take(2, 3)) == [2, 3]  # 0 and 1 have tokens of lag 3
-  assert buffer.admission.capacity == 2
-  counters = buffer.admission.counters()
+  assert buffer.ledger.capacity == 2
+  counters = buffer.ledger.counters()
   check_identity(counters)
   assert counters["dropped_stale"] == 2
   summary = buffer.statistics.summary()
@@ -83,7 +86,7 @@ def test_drop_gives_capacity_back_and_counts_by_length():
 def test_over_age_on_arrival_is_dropped():
   buffer = make_buffer(batch_size=1, max_staleness=2, version=5)
   assert fill(buffer, make_trajectory(0, version=2), make_trajectory(1, version=3)) == [False, True]
-  assert buffer.admission.counters()["dropped_stale"] == 1
+  assert buffer.ledger.counters()["dropped_stale"] == 1
 
 
 def test_take_goes_on_waiting_when_it_drops():
@@ -115,7 +118,7 @@ def test_mask_keeps_what_is_young_enough():
   assert batch.rewards[0, first].tolist() == [0] * 8 + [used.reward, 0]
   assert (batch.loss_mask == batch.action_mask)[0, ~first].all()
   buffer.batch_done(4)
-  counters = buffer.admission.counters()
+  counters = buffer.ledger.counters()
   assert (counters["masked"], counters["trained"]) == (1, 0)
   summary = buffer.statistics.summary()
   assert (summary["masked_tokens"], summary["used_tokens"], summary["max_lag"]) == (2, 3, 2)
@@ -127,8 +130,9 @@ def test_mask_drops_whole_turns_and_whole_trajectories():
   assert (masked.num_trained, masked.num_sampled) == (2, 4) and np.flatnonzero(masked.trained)[0] == masked.turn_starts[
     1
   ]
-  assert not is_stale(trajectory, 6, 1, "mask") and is_stale(trajectory, 7, 1, "mask")
-  assert not is_stale(trajectory, 100, -1, "mask") and mask_over_age(trajectory, 100, -1) is trajectory
+  decisive = decisive_version(trajectory, "mask")
+  assert not is_stale(decisive, 6, 1) and is_stale(decisive, 7, 1)
+  assert not is_stale(decisive, 100, -1) and mask_over_age(trajectory, 100, -1) is trajectory
   buffer = make_buffer(batch_size=1, max_staleness=1, staleness="mask", version=7)
   assert fill(buffer, trajectory) == [False]
 
@@ -159,21 +163,21 @@ def test_the_bound_holds_and_nothing_is_lost(versions, tau, mode):
       kept = [version for version in versions[trajectory.rollout_id] if 9 - version <= tau]
       assert trajectory.policy_version[trajectory.trained].tolist() == kept
     buffer.batch_done(9)
-    check_identity(buffer.admission.counters())
+    check_identity(buffer.ledger.counters())
   assert taken == usable[: len(taken)]
   with pytest.raises(TimeoutError):
     buffer.take(2, 9, timeout=0)
-  counters = buffer.admission.counters()
+  counters = buffer.ledger.counters()
   assert counters["dropped_stale"] == len(versions) - len(usable)
   assert counters["trained"] + counters["masked"] == len(taken)
 
 
 def test_bad_evidence_is_not_taken_over():
   buffer = make_buffer()
-  buffer.admission.submit()
+  submit(buffer.ledger, 0)
   with pytest.raises(BadEvidence):
     buffer.put(make_trajectory(reward=float("nan")))
-  counters = buffer.admission.counters()
+  counters = buffer.ledger.counters()
   assert (counters["in_flight"], counters["buffered"]) == (1, 0) and len(buffer) == 0
 
 
@@ -231,12 +235,78 @@ def test_snapshot_puts_a_batch_in_training_back_in_front_unmasked():
   buffer = make_buffer(batch_size=2, max_staleness=1, staleness="mask", version=2)
   fill(buffer, *(make_trajectory(i, turns=((2, 0),), version=[0, 2]) for i in range(3)))
   assert buffer.take(2, 2)[0].num_trained == 1
-  state, trajectories = buffer.snapshot()
+  snapshot = buffer.snapshot()
+  trajectories = snapshot.trajectories
   restored = make_buffer(batch_size=2, max_staleness=1, staleness="mask")
-  restored.restore(state, trajectories)
+  restored.restore(snapshot)
   assert ids(trajectories) == [0, 1, 2] and all(trajectory.num_trained == 2 for trajectory in trajectories)
-  assert restored.version == 2 and restored.admission.capacity == buffer.admission.capacity == 3
-  counters = restored.admission.counters()
+  assert restored.version == 2 and restored.ledger.capacity == buffer.ledger.capacity == 3
+  counters = restored.ledger.counters()
   check_identity(counters)
   assert (counters["buffered"], counters["in_training"]) == (3, 0)
   assert ids(restored.take(2, 2)) == [0, 1]
+
+
+@pytest.mark.parametrize("call", ["check_trajectory", "num_sampled", "mask_over_age", "token_lags"])
+def test_the_lock_is_free_while_a_trajectory_is_read(call, monkeypatch):
+  """Whatever takes time in proportion to tokens, in `put` or in `take`, holds up nobody."""
+  entered, release = threading.Event(), threading.Event()
+
+  def slowly(function):
+    def wrapped(*args):
+      entered.set()
+      assert release.wait(20)
+      return function(*args)
+
+    return wrapped
+
+  buffer = make_buffer(batch_size=1, max_staleness=1, staleness="mask")
+  submit(buffer.ledger, 0)
+  trajectory, results = make_trajectory(0), []
+  if call in ("mask_over_age", "token_lags"):
+    assert buffer.put(trajectory)
+    work = lambda: results.extend(buffer.take(1, 0))
+  else:
+    work = lambda: results.append(buffer.put(trajectory))
+  owner, name = {
+    "check_trajectory": (buffer_module, call),
+    "num_sampled": (buffer_module, "decisive_version"),
+    "mask_over_age": (buffer_module, call),
+    "token_lags": (statistics, call),
+  }[call]
+  monkeypatch.setattr(owner, name, slowly(getattr(owner, name)))
+
+  worker = threading.Thread(target=work)
+  worker.start()
+  assert entered.wait(20)
+  assert buffer.ledger.lock.acquire(timeout=5)  # this thread does not hold it yet, and the worker does not either
+  counters = buffer.ledger.counters()
+  buffer.ledger.lock.release()
+  check_identity(counters)
+  assert worker.is_alive() and counters["submitted"] == 1
+  release.set()
+  worker.join(20)
+  assert len(results) == 1 and results[0] in (True, trajectory)
+
+
+def test_a_step_that_is_done_and_a_new_version_read_no_tokens(monkeypatch):
+  buffer = make_buffer(batch_size=2, max_staleness=1)
+  fill(buffer, *(make_trajectory(i) for i in range(4)))
+  buffer.take(2, 0)
+  for name in ("num_sampled", "num_trained", "trained", "oldest_version"):
+    monkeypatch.setattr(Trajectory, name, property(lambda self: pytest.fail("tokens were read")))
+  monkeypatch.setattr(statistics, "token_lags", lambda *_: pytest.fail("tokens were read"))
+  buffer.batch_done(2)  # trains on two, and drops the two that are over age now
+  counters = buffer.ledger.counters()
+  assert (counters["trained"], counters["dropped_stale"], len(buffer)) == (2, 2, 0)
+  assert buffer.statistics.summary()["used_tokens"] == 8
+
+
+def test_a_batch_that_breaks_the_bound_is_taken_back(monkeypatch):
+  buffer = make_buffer(batch_size=2, version=0)
+  fill(buffer, *(make_trajectory(i, version=3 if i == 1 else 0) for i in range(3)))
+  with pytest.raises(RuntimeError, match="version 3"):
+    buffer.take(2, 2)
+  counters = buffer.ledger.counters()
+  assert (counters["buffered"], counters["in_training"]) == (3, 0)
+  assert ids(buffer.take(2, 3)) == [0, 1]

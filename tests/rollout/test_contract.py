@@ -21,6 +21,7 @@ from toys.rollout_fakes import (
   make_buffer,
   make_loop,
   make_trajectory,
+  submit,
   train,
 )
 from toys.sampler_fakes import drain, make, request
@@ -29,7 +30,7 @@ from sao_jax.environments.base import StepResult
 from sao_jax.environments.wrappers import Chaos
 from sao_jax.episode import GraderFailure, InfrastructureFailure, Status
 from sao_jax.rollout import runner
-from sao_jax.rollout.admission import check_identity
+from sao_jax.rollout.ledger import check_identity
 from sao_jax.rollout.outcomes import Outcome
 
 
@@ -276,7 +277,7 @@ def test_masked_is_counted_apart_from_trained_and_says_why(cut):
   batch = buffer.take(4, 3)
   assert [t.num_trained for t in batch] == ([3, 4, 0, 0] if cut else [3, 4, 4, 2])
   buffer.batch_done(4)
-  counters = buffer.admission.counters()
+  counters = buffer.ledger.counters()
   check_identity(counters)
   reasons = {"masked/over-age tokens": 1, "masked/all tokens": 2} if cut else {"masked/over-age tokens": 2}
   assert {name: count for name, count in counters.items() if "/" in name} == reasons
@@ -291,7 +292,7 @@ def test_a_whole_batch_may_be_masked():
   fill(buffer, *(make_trajectory(i, status=Status.TRUNCATED_LENGTH) for i in range(2)))
   assert [t.num_trained for t in buffer.take(2, 0)] == [0, 0]
   buffer.batch_done(1)
-  assert buffer.admission.counters()["masked"] == 2 and buffer.statistics.summary()["max_lag"] == 0
+  assert buffer.ledger.counters()["masked"] == 2 and buffer.statistics.summary()["max_lag"] == 0
   assert math.isnan(buffer.statistics.summary()["mean_lag"])
 
 
@@ -333,7 +334,7 @@ def simulate(staleness: str, tau: int, steps: int = 200) -> dict:
   running: list[tuple[float, int, float]] = []
   now, count, version, published = 0.0, 0, 0, [0.0]
   while version < steps:
-    while len(running) < 32 and buffer.admission.submit():
+    while len(running) < 32 and submit(buffer.ledger, count):
       latency = float(rng.lognormal(sigma=1.5))
       heapq.heappush(running, (now + latency, count, latency))
       count += 1
@@ -350,8 +351,8 @@ def simulate(staleness: str, tau: int, steps: int = 200) -> dict:
       version += 1
       buffer.batch_done(version)
       published.append(now)
-  check_identity(buffer.admission.counters())
-  return buffer.statistics.summary() | buffer.admission.counters()
+  check_identity(buffer.ledger.counters())
+  return buffer.statistics.summary() | buffer.ledger.counters()
 
 
 def test_a_hard_bound_shortens_the_data_and_the_statistics_say_so():

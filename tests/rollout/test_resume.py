@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import pathlib
+import threading
 import time
 
 import numpy as np
 import pytest
 from toys.rollout_fakes import FakePrompts, FakeSampler, Running, make_loop, train
 
-from sao_jax.rollout.admission import check_identity
+from sao_jax.rollout import rollout_loop
+from sao_jax.rollout.ledger import check_identity
+from sao_jax.rollout.serialization import trajectories_to_state
 
 
 def through_storage(state, arrays):
@@ -117,7 +121,7 @@ def test_progress_after_resuming_with_an_empty_or_a_full_buffer(full):
   sampler = FakeSampler(version=version)
   loop = make_loop(sampler=sampler)
   loop.load_state_dict(*state)
-  assert loop.buffer.admission.capacity == (0 if full else 4)
+  assert loop.buffer.ledger.capacity == (0 if full else 4)
   with Running(loop):
     train(loop, sampler, 4, version=version)
 
@@ -133,3 +137,60 @@ def test_statistics_go_on():
   after = resumed.stats()
   for name in ("used", "used_tokens", "token_lags", "trained", "mean_lag"):
     assert after[name] == before[name]
+
+
+def test_a_state_of_before_the_ledger_goes_on():
+  """A state of the loop that counted admission, intake and buffer apart: 6 in flight, 3 buffered, 2 in training."""
+  saved = json.loads((pathlib.Path(__file__).parents[1] / "toys" / "rollout_state_before_ledger.json").read_text())
+  arrays = {
+    name: np.asarray([np.nan if value is None else value for value in values], dtype)
+    for name, (dtype, values) in saved["arrays"].items()
+  }
+  sampler, used = FakeSampler(version=1), []
+  loop = make_loop(sampler=sampler, slots=6, prompts=FakePrompts(24))
+  loop.load_state_dict(saved["state"], arrays)
+  counters = loop.stats()
+  check_identity(counters)
+  assert (counters["submitted"], counters["in_flight"], counters["buffered"], counters["trained"]) == (16, 6, 5, 4)
+  assert counters["failed_infrastructure/InfrastructureFailure(OSError)"] == counters["failed_infrastructure"] == 1
+  assert counters["capacity"] == 1 and counters["used_tokens"] == 27 and loop.buffer.version == 1
+
+  # What it would save now is what it was given.
+  state, arrays_again = loop.state_dict()
+  assert state["intake"].pop("group_size") == 1
+  assert all(record.pop("sample") == 0 for record in state["trajectories"])
+  state["buffer"]["statistics"]["sums"] |= {
+    name: saved["state"]["buffer"]["statistics"]["sums"][name] for name in ("slot_seconds", "busy_slot_seconds")
+  }
+  assert json.loads(json.dumps(state)) == saved["state"]
+  for name, array in arrays.items():
+    np.testing.assert_array_equal(arrays_again[name], array)
+
+  with Running(loop):
+    train(loop, sampler, 4, version=1, inspect=collect(used))
+    stats = loop.stats()
+  assert used[:4] == [6, 8, 10, 12]  # those in training come first
+  # 0, 2, 3 and 4 were trained on, 1 had failed; three are left in the end.
+  assert len(used) == len(set(used)) == 16 and set(used) <= {*range(5, 24)}
+  assert stats["submitted"] == 24 and stats["trained"] == 20
+  again = [request.rollout_id for request in sampler.requests[:6]]
+  assert again == [5, 7, 9, 11, 13, 15]
+
+
+def test_large_buffer_is_copied_outside_the_lock(monkeypatch):
+  loop, held = make_loop(), []
+
+  def look():
+    held.append(not loop.ledger.lock.acquire(timeout=5))
+    if not held[0]:
+      loop.ledger.lock.release()
+
+  def copy(trajectories):
+    other = threading.Thread(target=look)
+    other.start()
+    other.join()
+    return trajectories_to_state(trajectories)
+
+  monkeypatch.setattr(rollout_loop, "trajectories_to_state", copy)
+  loop.state_dict()
+  assert held == [False]

@@ -22,7 +22,7 @@ from toys.rollout_fakes import (
 
 from sao_jax.episode import EnvironmentFailure, InfrastructureFailure
 from sao_jax.errors import ConfigError
-from sao_jax.rollout.admission import Place, check_identity
+from sao_jax.rollout.ledger import Place, check_identity
 from sao_jax.rollout.outcomes import LoopStopped, PromptsExhausted
 from sao_jax.rollout.staleness import token_lags
 
@@ -84,7 +84,7 @@ def test_never_more_in_flight_than_slots_or_capacity():
   class Watching(FakeSampler):
     def new_session(self):
       session = super().new_session()
-      counts = [loop.buffer.admission.count(place) for place in Place]
+      counts = [loop.buffer.ledger.count(place) for place in Place]
       most[0], most[1] = max(most[0], counts[0]), max(most[1], sum(counts))
       return session
 

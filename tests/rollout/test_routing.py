@@ -12,9 +12,9 @@ from toys.rollout_fakes import completion, fill, make_buffer
 
 from sao_jax.episode import PromptKey, Status
 from sao_jax.learner.packing import pack, unpack
-from sao_jax.rollout.admission import check_identity
 from sao_jax.rollout.builder import TrajectoryBuilder
 from sao_jax.rollout.evidence import Routing, check_routed_experts, check_trajectory
+from sao_jax.rollout.ledger import check_identity
 from sao_jax.rollout.outcomes import BadEvidence
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
 
@@ -150,7 +150,7 @@ def test_what_was_buffered_without_experts_is_filtered_by_a_run_that_replays():
   before = make_buffer()
   fill(before, trajectory, plain)
   after = make_buffer(routing=ROUTING)
-  after.restore(*before.snapshot())
-  counters = after.admission.counters()
+  after.restore(before.snapshot())
+  counters = after.ledger.counters()
   assert len(after) == counters["buffered"] == 1 and counters["filtered/routed experts missing"] == 1
   check_identity(counters)

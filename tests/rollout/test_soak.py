@@ -22,9 +22,9 @@ from sao_jax.environments.base import StepResult
 from sao_jax.environments.wrappers import Chaos, SimulatedLatency
 from sao_jax.interrupt import Interrupt
 from sao_jax.rewards.grader_pool import GraderPool
-from sao_jax.rollout.admission import check_identity
+from sao_jax.rollout.ledger import check_identity
 from sao_jax.rollout.outcomes import Outcome
-from sao_jax.training.rollouts import take
+from sao_jax.training.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def run(environment, seconds: float) -> dict:
   version, longest, gap, began = 0, 0.0, 0.0, time.monotonic()
   with Running(loop):
     while (now := time.monotonic()) < began + seconds:
-      take(loop, BATCH, version, Interrupt())
+      Rollouts(loop, BATCH, Interrupt()).take(version)
       longest = max(longest, time.monotonic() - now)
       assert longest < STANDSTILL
       time.sleep(0.1)

@@ -14,8 +14,10 @@ from sao_jax.config import MeshConfig
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import make_mesh
-from sao_jax.sampler.cache import LatentCache, empty_cache, read_window, write_rows
+from sao_jax.sampler.cache import read_window, write_rows
+from sao_jax.sampler.caches import empty_cache
 from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.latent_cache import LatentCache
 from sao_jax.sampler.scheduler import Scheduler
 
 LATENT = dataclasses.replace(

@@ -31,12 +31,12 @@ from sao_jax.config import OptimizerConfig, SamplerConfig
 from sao_jax.episode import PromptKey, Status, Trajectory
 from sao_jax.learner.packing import pack
 from sao_jax.models import transformer
-from sao_jax.models.attention import packed_attend
+from sao_jax.models.attention.grouped import packed_attend
 from sao_jax.models.transformer import head_logits, trunk
 from sao_jax.parallel.publish import make_publish
-from sao_jax.sampler.attend import cached_attend
-from sao_jax.sampler.cache import empty_cache
+from sao_jax.sampler.caches import empty_cache
 from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.kv_cache import cached_attend
 from sao_jax.sampler.scheduler import Scheduler
 from sao_jax.types import NetworkState
 

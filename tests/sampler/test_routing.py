@@ -15,7 +15,7 @@ from toys.sampler_fakes import drain, generate, make, request
 
 from sao_jax.episode import PromptKey, Status, Trajectory
 from sao_jax.learner.packing import pack
-from sao_jax.models.attention import packed_attend
+from sao_jax.models.attention.grouped import packed_attend
 from sao_jax.models.transformer import trunk
 from sao_jax.sampler.engine import Engine
 from sao_jax.sampler.requests import SessionReleasedError

@@ -19,6 +19,7 @@ def get_config(steps: int, latency_seed: int, kind: str = "plain"):
   """
   config = training_toy.replace(
     training_toy.get_config(),
+    sampler={"prefill_buckets": (8,)},  # half the programs that each process has to trace again
     rollout={"deterministic": True},
     training={"steps": steps, "checkpoint_every": 2, "keep_checkpoints": 1, "audit": False},
   )
@@ -35,6 +36,8 @@ def get_config(steps: int, latency_seed: int, kind: str = "plain"):
 
 
 if __name__ == "__main__":
+  # tensorboardX imports it where it finds it, which takes longer than all other imports together.
+  sys.modules["torch"] = None
   jax.config.update("jax_num_cpu_devices", 1)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # it is started again and again
   workdir, steps, latency_seed, kind = sys.argv[1:]

@@ -13,9 +13,9 @@ import numpy as np
 from sao_jax.config import RolloutConfig
 from sao_jax.environments.base import Environment, StepResult
 from sao_jax.episode import Prompt, PromptKey, Status, Trajectory
-from sao_jax.rollout.admission import AdmissionControl, check_identity
 from sao_jax.rollout.buffer import TrajectoryBuffer
 from sao_jax.rollout.builder import TrajectoryBuilder
+from sao_jax.rollout.ledger import Ledger, Rollout, check_identity
 from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.sampler.requests import Completion, GenerateRequest
 
@@ -33,10 +33,11 @@ def make_trajectory(
   reward: float = 1.0,
   status: Status = Status.TERMINATED,
   info: dict[str, float] | None = None,
+  sample: int = 0,
 ) -> Trajectory:
   """A trajectory of `turns` (sampled, observed) tokens; `version` for all sampled tokens, or one per token."""
   rng = np.random.default_rng(rollout_id)
-  builder = TrajectoryBuilder(PromptKey("fake", rollout_id, 0), rollout_id)
+  builder = TrajectoryBuilder(PromptKey("fake", rollout_id - sample, 0), rollout_id, sample)
   builder.append_prompt(rng.integers(3, VOCAB_SIZE, prompt, dtype=np.int32))
   for sampled, observed in turns:
     start = builder.num_sampled
@@ -47,16 +48,25 @@ def make_trajectory(
   return builder.build(reward, status, info)
 
 
-def make_buffer(batch_size: int = 4, eta: int = 2, **kwargs) -> TrajectoryBuffer:
-  """A buffer with its admission control."""
-  return TrajectoryBuffer(AdmissionControl(batch_size, eta), **{"max_staleness": -1, **kwargs})
+def make_buffer(batch_size: int = 4, eta: int = 2, group_size: int = 1, **kwargs) -> TrajectoryBuffer:
+  """A buffer with its ledger."""
+  return TrajectoryBuffer(Ledger(batch_size, eta, group_size=group_size), **{"max_staleness": -1, **kwargs})
+
+
+def submit(ledger: Ledger, *rollout_ids: int) -> bool:
+  """Submits rollouts of one prompt and starts them; False without capacity."""
+  rollouts = [Rollout(number, prompt(rollout_ids[0]), sample) for sample, number in enumerate(rollout_ids)]
+  if not ledger.submit(*rollouts):
+    return False
+  assert [ledger.start(FakePrompts(0)) for _ in rollouts] == rollouts
+  return True
 
 
 def fill(buffer: TrajectoryBuffer, *trajectories: Trajectory) -> list[bool]:
-  """Submits and puts trajectories."""
+  """Submits and puts trajectories, each a group of its own."""
   results = []
   for trajectory in trajectories:
-    assert buffer.admission.submit()
+    assert submit(buffer.ledger, trajectory.rollout_id)
     results.append(buffer.put(trajectory))
   return results
 
@@ -194,7 +204,7 @@ def make_loop(
   """A loop that is not started; `config` overrides fields of `CONFIG`."""
   config = dataclasses.replace(CONFIG, **config)
   buffer = TrajectoryBuffer(
-    AdmissionControl(config.batch_size, config.admission_staleness),
+    Ledger.of(config),
     max_staleness=config.max_staleness,
     staleness=config.staleness,
   )

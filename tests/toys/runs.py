@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from sao_jax.training import loop
+from sao_jax.training.rollouts import Rollouts
 
 
 def assert_identical(a, b):
@@ -21,12 +21,12 @@ def assert_identical(a, b):
 @contextlib.contextmanager
 def interrupted_after(steps):
   """Training is asked to stop as it waits for the batch after so many steps."""
-  calls, take = itertools.count(), loop.take
+  calls, take = itertools.count(), Rollouts.take
 
-  def take_and_stop(rollouts, batch_size, version, interrupt, **look):
-    interrupt.requested = next(calls) == steps
-    return take(rollouts, batch_size, version, interrupt, **look)
+  def take_and_stop(rollouts, version):
+    rollouts.interrupt.requested = next(calls) == steps
+    return take(rollouts, version)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(loop, "take", take_and_stop)
+    patch.setattr(Rollouts, "take", take_and_stop)
     yield

@@ -13,8 +13,8 @@ from sao_jax.config import ModelConfig
 from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
 from sao_jax.learner import placement, setup
+from sao_jax.models.attention.sparse import indexer_paths
 from sao_jax.models.critic import critic_params_from_policy, critic_specs, frozen_critic_paths
-from sao_jax.models.sparse_attention import indexer_paths
 from sao_jax.parallel.params import path_name, path_names
 from sao_jax.training.sft import make_sft_step
 from sao_jax.types import TrajectoryBatch

@@ -13,7 +13,7 @@ from sao_jax.config import ModelConfig
 from sao_jax.huggingface.families import glm4_moe, qwen3, qwen3_moe
 from sao_jax.huggingface.families.family import Family, matrix, stacked_layers, vector
 from sao_jax.huggingface.families.fields import Fields, read_rope
-from sao_jax.models.sparse_attention import is_full
+from sao_jax.models.attention.sparse import is_full
 
 # config.json -> ModelConfig, with the same value.
 SAME = {

@@ -1,9 +1,8 @@
-"""Grouped-query attention over an explicit mask, and the mask of packed rows."""
+"""Attention over packed rows: the mask of their segments, and softmax(q kᵀ) v as CPUs and as accelerators like it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +57,7 @@ def rowwise_attention(
     q, k, v, mask = inputs
     outs = []
     for head in range(k.shape[1]):
+      # All queries that read this kv head, as one 2-D product.
       queries = q[:, head * group : (head + 1) * group].reshape(-1, q.shape[-1])
       scores = jnp.dot(queries, k[:, head].T, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
       scores = scores.reshape(-1, group, k.shape[0])
@@ -70,9 +70,11 @@ def rowwise_attention(
 
 
 def packed_attention(layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
-  """The function of (q, k, v, mask) for rows of training on these devices: one of the two above."""
+  """Returns the function of (q, k, v, mask) for packed rows on these devices: one of the two above."""
   if not layout.is_sharded:
     return rowwise_attention if jax.default_backend() == "cpu" else grouped_attention
+
+  # The partitioner cannot split the loop over rows: every device then loops over its own rows and heads.
   whole_rows = layout.shards("sequence") == 1
   whole_groups = layout.rules.heads == layout.rules.kv_heads  # each device has the kv heads that its heads read
   if layout.platform == "cpu" and whole_rows and whole_groups:
@@ -80,17 +82,3 @@ def packed_attention(layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
     in_specs = (q, kv, kv, layout.spec("batch", None, None))
     return jax.shard_map(rowwise_attention, mesh=layout.mesh, in_specs=in_specs, out_specs=q, check_vma=False)
   return grouped_attention
-
-
-def packed_attend(segment_ids: Int[Array, "B T"], layout: Layout = ONE_DEVICE) -> Callable[..., tuple[jax.Array, Any]]:
-  """The `attend` argument of `transformer.trunk` for packed rows: causal within segments, carry untouched."""
-  mask = packed_causal_mask(segment_ids)
-  real = (segment_ids > 0)[..., None, None]
-  attention = packed_attention(layout)
-
-  def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_index: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
-    del layer_index
-    v = jnp.where(real, v, 0)  # weights on padding are 0, but 0 · NaN is NaN
-    return attention(q, k, v, mask), carry
-
-  return attend

@@ -1,0 +1,154 @@
+"""The rollout side as the training loop uses it: what it takes, records, publishes and says when."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import pytest
+from toys.rollout_fakes import FakeEnvironment, FakeSampler, make_loop
+
+from sao_jax.interrupt import Interrupt
+from sao_jax.training.consumed import Record
+from sao_jax.training.rollouts import POLL, Rollouts
+
+
+class Batch(NamedTuple):
+  """A batch without rows."""
+
+  trajectories: list
+
+
+class Service:
+  """Writes down what is published, and with how many rollouts under way."""
+
+  def __init__(self, loop, sampler):
+    self.loop, self.sampler, self.published = loop, sampler, []
+
+  def publish(self, params, version):
+    self.published.append((params, version, self.loop.stats()["in_flight"]))
+    self.sampler.version = version
+
+
+def make(record=None, interrupt=None, look=lambda: None, delay=0.0, **config) -> tuple[Rollouts, Service]:
+  sampler = FakeSampler(delay=lambda rollout_id: delay)
+  loop = make_loop(sampler=sampler, **config)
+  loop.buffer._make_batch = Batch
+  service = Service(loop, sampler)
+  deterministic = config.get("deterministic", False)
+  return (
+    Rollouts(
+      loop,
+      4,
+      interrupt or Interrupt(),
+      service=service,
+      record=record,
+      first_step=7,
+      deterministic=deterministic,
+      look=look,
+    ),
+    service,
+  )
+
+
+def ids(batch) -> list[int]:
+  return [trajectory.rollout_id for trajectory in batch.trajectories]
+
+
+def test_what_is_taken_is_recorded_under_the_step_that_it_leads_to(tmp_path):
+  record = Record(tmp_path, "train")
+  rollouts, _ = make(record, admission_staleness=0)
+  taken = []
+  with rollouts:
+    for version in range(3):
+      taken.append(rollouts.take(version))
+      rollouts.end_step(version + 1, "weights")
+  assert [ids(batch) for batch in taken] == [list(range(4 * n, 4 * n + 4)) for n in range(3)]
+  for step, batch in zip((8, 9, 10), taken, strict=True):
+    assert [t.token_ids.tolist() for t in record.read(step)] == [t.token_ids.tolist() for t in batch.trajectories]
+  assert record.missing(10) == list(range(1, 8))
+
+
+def test_nothing_is_recorded_unless_it_is_wanted(tmp_path):
+  rollouts, _ = make()
+  with rollouts:
+    rollouts.take(0)
+  assert not list(tmp_path.iterdir()) and not rollouts.loop._thread.is_alive()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_ends_with_its_weights_published_and_only_then_its_batch_is_trained_on(deterministic):
+  rollouts, service = make(deterministic=deterministic, admission_staleness=1)
+  with rollouts:
+    rollouts.take(0)
+    assert rollouts.loop.stats()["in_training"] == 4
+    rollouts.end_step(1, "new")
+    assert service.published[0][:2] == ("new", 1)
+    if deterministic:  # what was begun under version 0 has ended under it
+      assert service.published[0][2] == 0
+    assert rollouts.loop.stats()["trained"] == 4 and rollouts.loop.buffer.version == 1
+    rollouts.take(1)
+    rollouts.end_step(1)  # a step of the critic alone publishes nothing
+    assert len(service.published) == 1 and rollouts.loop.stats()["trained"] == 8
+
+
+def test_a_requested_interruption_ends_the_wait_without_a_batch():
+  interrupt, looks = Interrupt(), []
+
+  def look():
+    looks.append(time.monotonic())
+    interrupt.requested = len(looks) == 2
+
+  rollouts, _ = make(interrupt=interrupt, look=look, delay=3600.0)
+  with rollouts:
+    began = time.monotonic()
+    assert rollouts.take(0) is None
+    assert len(looks) == 2 and POLL <= time.monotonic() - began < 20
+    assert rollouts.take(0) is None and len(looks) == 2  # at once
+
+
+def test_what_look_raises_ends_the_wait():
+  def look():
+    raise LookupError("the evaluation failed")
+
+  rollouts, _ = make(look=look)
+  with rollouts, pytest.raises(LookupError, match="the evaluation failed"):
+    rollouts.take(0)
+
+
+def test_a_timeout_of_the_rollout_side_itself_is_raised():
+  error = TimeoutError("of the sampler")
+
+  def reply(request):
+    raise error
+
+  loop = make_loop(FakeEnvironment, FakeSampler(reply=reply))
+  with Rollouts(loop, 4, Interrupt()) as rollouts:
+    with pytest.raises(TimeoutError) as caught:
+      rollouts.take(0)
+    with pytest.raises(TimeoutError):
+      rollouts.check()
+  assert caught.value is error
+
+
+def test_metrics_are_those_since_the_step_before():
+  rollouts, _ = make(admission_staleness=0, delay=0.02)
+  with rollouts:
+    for version in range(2):
+      batch = rollouts.take(version)
+      metrics = rollouts.metrics(batch.trajectories)
+      assert metrics["rollouts_in_training"] == 4 and metrics["rollouts_trained"] == 4 * version
+      assert 0.5 < metrics["trainer_idle_fraction"] <= 1.0 and 0 < metrics["step_seconds"] < 20
+      assert metrics["turns_mean"] == 2.0 and metrics["truncated_fraction"] == 0.0
+      rollouts.end_step(version + 1)
+
+
+def test_a_state_saved_within_a_step_has_its_batch_as_buffered():
+  rollouts, _ = make(admission_staleness=0)
+  with rollouts:
+    batch = rollouts.take(0)
+    state, arrays = rollouts.state_dict()
+  again, _ = make(admission_staleness=0)
+  again.load_state_dict(state, arrays)
+  with again:
+    assert ids(again.take(0)) == ids(batch)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 
 import pytest
+from toys import processes
 from toys.paths import REPOSITORY
 
 README = (REPOSITORY / "sao_jax" / "environments" / "README.md").read_text(encoding="utf-8")
@@ -35,10 +35,7 @@ def folder(tmp_path_factory):
   for name, (_, block) in zip(NAMES, BLOCKS):
     (folder / name).write_text(block, encoding="utf-8")
   script = f'set -e\npython() {{ "{sys.executable}" "$@" {" ".join(FEW_STEPS)}; }}\n{BLOCKS[2][1]}'
-  environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"}
-  # What the first command compiles, the others load.
-  environment |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
-  environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+  environment = processes.environment(PYTHONPATH=REPOSITORY, COLUMNS=80)
   done = subprocess.run(
     ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
   )

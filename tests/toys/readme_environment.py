@@ -2,9 +2,9 @@
 import dataclasses
 import itertools
 
-from sao_jax.data.prompts import check_split, split_of
-from sao_jax.data.tokenizer import ByteTokenizer
-from sao_jax.environments.base import Environment, StepResult
+from sao_jax.data import ByteTokenizer, split_of
+from sao_jax.data.prompts import check_split
+from sao_jax.environments import Environment, StepResult
 from sao_jax.episode import Prompt, PromptKey
 
 

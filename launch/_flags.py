@@ -2,12 +2,13 @@
 
     python -m launch.train --config=configs/calculator.py --workdir=runs/a --seed=1 --config.algorithm.epsilon_low=0.2
 
-`--config` names a Python file with a `get_config()` that returns a `RunConfig`. ml_collections parses the overrides;
-the frozen configuration is rebuilt from them, so that an unknown field or a value of the wrong type is refused by name.
+`--config` names a Python file with a `get_config()` that returns a `RunConfig`. Overrides are read as the annotation of
+their field wants it, so that an unknown field or a value of the wrong type is refused by name. --help lists all fields.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib.util
 import json
@@ -19,13 +20,13 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
-from ml_collections import config_dict, config_flags
 
 from sao_jax.config import RunConfig
-from sao_jax.configuration import config_tree
+from sao_jax.configuration import config_tree, field_values
+from sao_jax.configuration.listing import listing
 from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.pretrained import with_folder_shape
@@ -39,14 +40,26 @@ CONFIG_FILE = "config.json"
 EXIT_BAD_INPUT = 2
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
-_OVERRIDE = re.compile(r"--?(no)?config\.(?P<path>[^=]*)")
-_ILLEGAL_VALUE = re.compile(r"flag --config\.(?P<path>[\w.]+)=(?P<value>.*?): ", re.DOTALL)
+_OVERRIDE = re.compile(r"--?(?P<no>no)?config\.(?P<path>.+)")
 _UNKNOWN_ARGUMENT = re.compile(r"(?P<section>\w+)\.__init__\(\) got an unexpected keyword argument '(?P<name>\w+)'")
-_HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull", "--helpxml", "-helpxml"}
+_HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull"}
 
 
-def run(main: Callable[[RunConfig, str], Any], *, record: bool = True, needs_run: bool = True) -> None:
+@dataclasses.dataclass(frozen=True)
+class CommandLine:
+  """A command line as it was read: the configuration with its overrides, that of the file, and the workdir if given."""
+
+  config: RunConfig
+  unchanged: RunConfig
+  workdir: str | None
+
+
+def run(
+  main: Callable[[RunConfig, str], Any], *, training: bool = False, record: bool = True, needs_run: bool = True
+) -> None:
   """Parses the command line, checks it, and calls `main(config, workdir)`; never returns.
+
+  The configuration is validated here, for `training` or not, before anything is written; `main` need not do it again.
 
   Bad input, found here or raised by `main` as ConfigError, ends the program with its message on standard error and exit
   status 2; `Interrupted`, with status 0; Ctrl-C before `main` waits for it, with one line and status 130. A
@@ -66,7 +79,7 @@ def run(main: Callable[[RunConfig, str], Any], *, record: bool = True, needs_run
     set_up_logging()
     try:
       initialize_processes()
-      validate(config, training=False)
+      validate(config, training=training)
       if record:
         record_config(config, workdir)
       main(config, workdir)
@@ -80,30 +93,37 @@ def run(main: Callable[[RunConfig, str], Any], *, record: bool = True, needs_run
 
 def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> tuple[RunConfig, str]:
   """Returns the configuration with its overrides, and the working directory. Raises ConfigError for bad input."""
+  given = read(argv, flag_values)
+  if not given.workdir:
+    raise ConfigError("--workdir", "it is missing.", "Name a directory to write to, as in --workdir=runs/a.")
+  return given.config, given.workdir
+
+
+def read(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> CommandLine:
+  """Reads the command line; --help prints the flags and the fields, and exits. Raises ConfigError for bad input."""
+  flags.DEFINE_string("config", None, "Python file whose get_config() returns a RunConfig.", flag_values=flag_values)
   flags.DEFINE_string("workdir", None, "Directory of checkpoints, metrics and reports.", flag_values=flag_values)
   flags.DEFINE_integer("seed", None, "Sets training.seed.", lower_bound=0, flag_values=flag_values)
-  path, rest = _take_config_path(argv)
-  config = None if path is None or _HELP & set(argv) else load_config(path)
-  if config is None:
-    flags.DEFINE_string("config", None, "Python file whose get_config() returns a RunConfig.", flag_values=flag_values)
-  else:
-    _define_overrides(config, rest, flag_values)
   app.define_help_flags()
+  path, asked = _config_path(argv), [argument for argument in argv if argument in _HELP]
+  if asked:
+    _show_help(argv[:1] + asked[:1], flag_values, RunConfig(environment=None) if path is None else load_config(path))
+  if path is None:
+    raise ConfigError("--config", "it is missing.", f"Pass one, as in --config={_configs()[0]}.")
+
+  # What is left of the command line once the fields are taken out is for absl.
+  unchanged = load_config(path)
+  overrides, rest = _take_overrides(argv, unchanged)
   try:
     left_over = flag_values(rest)[1:]
   except flags.Error as error:
-    raise _flag_error(error, config) from error
+    raise _flag_error(error) from error
   if left_over:
     raise ConfigError("command line", f"unexpected {left_over[0]!r}.", "Flags begin with --, as in --workdir=runs/a.")
-  if config is None:
-    raise ConfigError("--config", "it is missing.", f"Pass one, as in --config={_configs()[0]}.")
-  if not flag_values["workdir"].value:
-    raise ConfigError("--workdir", "it is missing.", "Name a directory to write to, as in --workdir=runs/a.")
-  overrides = dict(flag_values["config"].override_values)
   if flag_values["seed"].value is not None:
     overrides["training.seed"] = flag_values["seed"].value
-  config = config_tree.replace(config, overrides)
-  return with_folder_shape(config, overrides), flag_values["workdir"].value
+  config = with_folder_shape(config_tree.replace(unchanged, overrides), overrides)
+  return CommandLine(config, unchanged, flag_values["workdir"].value)
 
 
 def load_config(path: str) -> RunConfig:
@@ -174,47 +194,49 @@ def record_config(config: RunConfig, workdir: str) -> None:
   os.replace(temporary, path)
 
 
-def _take_config_path(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-  """Splits off `--config=PATH` or `--config PATH`: the file must be known before its fields become flags."""
-  path, rest, index = None, [], 0
-  while index < len(argv):
-    name, given, value = argv[index].partition("=")
+def _show_help(argv: Sequence[str], flag_values: flags.FlagValues, config: RunConfig) -> NoReturn:
+  """Has absl print the flags, which ends the program; on the way out, prints the fields of the configuration."""
+  try:
+    flag_values(argv)
+  finally:
+    sys.stdout.write(f"\nFields of --config, to be set as in --config.training.steps=5:\n\n{listing(config)}")
+
+
+def _config_path(argv: Sequence[str]) -> str | None:
+  """Looks for `--config=PATH` or `--config PATH`: the file must be known before its fields can be read."""
+  path = None
+  for index, argument in enumerate(argv):
+    name, given, value = argument.partition("=")
     if name in ("--config", "-config"):
-      if not given:
-        index += 1
-        value = argv[index] if index < len(argv) else ""
-      path = value
-    else:
-      rest.append(argv[index])
-    index += 1
-  return path, rest
+      path = value if given else "".join(argv[index + 1 : index + 2])
+  return path
 
 
-def _define_overrides(config: RunConfig, argv: Sequence[str], flag_values: flags.FlagValues) -> None:
-  """Defines the --config.* flags that occur in `argv`, for ml_collections to parse."""
-  known = [path for path, _, _ in config_tree.leaves(config)]
-  for argument in argv:
-    match = _OVERRIDE.match(argument)
-    if match and match["path"] not in known:
-      # A section or an unknown name: replace() has the right message for either.
-      config_tree.replace(config, {match["path"]: None})
-  config_flags.DEFINE_config_dict("config", _typed(config), flag_values=flag_values, sys_argv=list(argv))
+def _take_overrides(argv: Sequence[str], config: RunConfig) -> tuple[dict[str, Any], list[str]]:
+  """Splits off `--config.PATH=VALUE`, `--config.PATH VALUE`, and `--config.PATH` or `--noconfig.PATH` of booleans."""
+  annotations = {path: annotation for path, _, annotation in config_tree.leaves(config)}
+  overrides, rest, queue = {}, [], collections.deque(argv)
+  while queue:
+    argument = queue.popleft()
+    flag, given, text = argument.partition("=")
+    match = _OVERRIDE.fullmatch(flag)
+    if match is None:
+      rest.append(argument)
+      continue
 
+    path = match["path"]
+    if path not in annotations:
+      config_tree.replace(config, {path: None})  # a section or an unknown name: raises the right error for either
+    if annotations[path] is bool and not given:
+      overrides[path] = not match["no"]
+      continue
+    if match["no"]:
+      raise ConfigError(path, f"{flag} sets what is true or false to false.", f"Pass --config.{path}=VALUE.")
 
-def _typed(section: Any) -> config_dict.ConfigDict:
-  """The fields with the types that ml_collections is to parse; what it has no parser for is read as a literal."""
-  result = config_dict.ConfigDict()
-  for name, annotation in config_tree.annotations(section).items():
-    value = getattr(section, name)
-    if config_tree.is_section(value):
-      result[name] = _typed(value)
-    elif annotation is float:
-      result[name] = float(value)
-    elif type(value) in (bool, int, str, tuple) and annotation is not Any:
-      result[name] = value
-    else:
-      result[name] = config_dict.FieldReference(value, field_type=object)
-  return result
+    if not given and not queue:
+      raise ConfigError(path, "it has no value.", f"Give one, as in --config.{path}=VALUE.")
+    overrides[path] = field_values.parse(text if given else queue.popleft(), annotations[path], path)
+  return overrides, rest
 
 
 def _unknown_argument(error: TypeError, module: types.ModuleType) -> ConfigError | None:
@@ -233,11 +255,7 @@ def _unknown_argument(error: TypeError, module: types.ModuleType) -> ConfigError
   return config_tree.unknown_field(f"{section}.{name}", known, problem, f"Its fields are {', '.join(known)}.")
 
 
-def _flag_error(error: flags.Error, config: RunConfig | None) -> ConfigError:
-  match = _ILLEGAL_VALUE.search(str(error))
-  if match and config is not None:
-    annotation = {path: annotation for path, _, annotation in config_tree.leaves(config)}[match["path"]]
-    return config_tree.wrong_type(match["path"], match["value"], annotation)
+def _flag_error(error: flags.Error) -> ConfigError:
   problem = str(error).removesuffix(" ?") + ("?" if str(error).endswith("?") else ".")
   return ConfigError("command line", problem, "--help lists the flags.")
 

@@ -26,7 +26,7 @@ WIDTH = 180  # of tables in files, in characters
 _SUITE = flags.DEFINE_list("suite", list(SUITES), "What to measure.")
 _QUICK = flags.DEFINE_bool("quick", False, "Tiny shapes.")
 
-# Those that this process may use, where the system tells.
+# The CPUs that this process may use, where the system tells.
 _CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 _CPU_DEVICES = flags.DEFINE_integer(
   "cpu_devices", _CPUS, "Devices that a CPU is divided into; 0: as XLA_FLAGS say.", lower_bound=0
@@ -40,12 +40,14 @@ flags.register_validator(
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs the suites and prints what they found."""
+  """Runs the suites and prints their figures."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected {argv[1]!r}; flags begin with --, as in --suite={next(iter(SUITES))}")
   if _CPU_DEVICES.value:
     jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
   logging.set_verbosity(logging.WARNING)
+
+  # Tables go to standard error as suites end; the JSON follows when all have.
   console = rich.console.Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
   results = {"machine": machine()}
   for name in _SUITE.value:

@@ -1,4 +1,4 @@
-"""Hugging Face folder to checkpoints, and back to a folder that transformers, vLLM and SGLang load.
+"""Converts a Hugging Face folder to checkpoints, or checkpoints to a folder that transformers, vLLM and SGLang load.
 
 python -m launch.convert_hf --hf=models/Qwen3-0.6B --output=checkpoints/qwen3 [--dtype=bfloat16]
 python -m launch.convert_hf --checkpoint=runs/a/train --output=models/trained [--dtype=bfloat16] [--network=critic]

@@ -1,4 +1,4 @@
-"""Held-out success of the newest policy in a workdir, with its confidence interval.
+"""Measures the held-out success of the newest policy in a workdir, with its confidence interval.
 
 python -m launch.evaluate --config=configs/calculator.py --workdir=runs/calculator [--phase=sft]
 """
@@ -14,7 +14,7 @@ from launch import _flags
 from sao_jax import interrupt
 from sao_jax.config import RunConfig
 from sao_jax.evaluation import heldout
-from sao_jax.learner import setup
+from sao_jax.learner import sampler_side, setup
 from sao_jax.training import phases
 
 _PHASE = flags.DEFINE_enum(
@@ -27,7 +27,8 @@ def main(config: RunConfig, workdir: str) -> None:
   learner = setup.make_learner(config)
   with interrupt.Interrupt() as stop:
     params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
-    result = heldout.evaluate(config, setup.make_publisher(learner)(params), version, stop)
+    result = heldout.evaluate(config, sampler_side.make_publisher(learner)(params), version, stop)
+
   logging.info("%s, version %d: held-out success %s", phase, version, result.success)
   record = {"phase": phase, "policy_version": version} | result.metrics()
   path = pathlib.Path(workdir) / f"evaluation_{phase}.json"

@@ -1,4 +1,4 @@
-"""Replays a recorded run synchronously and says whether its parameters come out again, bit for bit.
+"""Replays a recorded run synchronously, and compares the parameters with the run's, bit for bit.
 
 python -m launch.replay --config=configs/calculator.py --workdir=runs/calculator
 
@@ -18,8 +18,8 @@ from sao_jax.training.replay import replay
 
 
 def main(config: RunConfig, workdir: str) -> None:
-  """Logs how the replayed state compares with the run's."""
-  result = replay(config, workdir)
+  """Replays the run and logs the comparison; exits with status 1 when anything differs."""
+  result = replay(config, workdir, validated=True)
   if result.identical:
     logging.info("Replayed %d steps: all %d arrays are identical, bit for bit.", result.steps, result.leaves)
     return
@@ -35,4 +35,4 @@ def main(config: RunConfig, workdir: str) -> None:
 
 
 if __name__ == "__main__":
-  _flags.run(main, record=False)
+  _flags.run(main, training=True, record=False)

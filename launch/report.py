@@ -1,4 +1,4 @@
-"""Draws the curves of a run and one HTML page with them and three of its episodes.
+"""Draws the curves of a run, and one HTML page with the curves and three episodes.
 
 python -m launch.report --config=configs/calculator.py --workdir=runs/calculator
 """

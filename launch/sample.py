@@ -1,4 +1,4 @@
-"""Prints one held-out episode of the newest policy: what it said, and, marked, what the environment answered.
+"""Prints one held-out episode of the newest policy: prompt, actions and observations, each marked as such.
 
 python -m launch.sample --config=configs/calculator.py --workdir=runs/calculator [--prompt=3] [--phase=sft]
 """
@@ -16,7 +16,8 @@ from sao_jax import interrupt
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation import fixed_policy
-from sao_jax.learner import placement, setup
+from sao_jax.learner import sampler_side, setup
+from sao_jax.report.episode_samples import episode_segments
 from sao_jax.training import phases
 
 _PHASE = flags.DEFINE_enum(
@@ -32,26 +33,31 @@ STYLES = {"prompt": "cyan", "action": "bold green", "observation": "yellow"}
 
 def main(config: RunConfig, workdir: str) -> None:
   """Runs one episode and prints it."""
+  # The policy, and the prompt to show.
   learner = setup.make_learner(config)
   params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
   tokenizer = config.environment.tokenizer()
   prompts = config.environment.prompts(tokenizer, "heldout", config.evaluation.seed)
   if _PROMPT.value >= len(prompts):
     raise ConfigError("--prompt", f"there is no held-out prompt {_PROMPT.value}", f"use 0 to {len(prompts) - 1}")
-  params = setup.make_publisher(learner)(params)
+
+  # One episode, as an evaluation runs it; a failed one leaves no trajectory to show.
+  params = sampler_side.make_publisher(learner)(params)
   with (
     interrupt.Interrupt() as stop,
-    placement.make_service(config, params, seed=config.training.seed, version=version) as service,
+    sampler_side.make_service(config, params, seed=config.training.seed, version=version) as service,
   ):
     trajectories, failures = fixed_policy.run_episodes(
       config, service, [prompts[_PROMPT.value]], temperature=_TEMPERATURE.value, interrupt=stop
     )
   if failures:
     raise ConfigError("environment", f"the episode has no outcome: {failures[0]}", "mend the environment, or try again")
+
+  # Every segment with its kind in front; sampled text is bold.
   (trajectory,) = trajectories
   console = rich.console.Console()
   console.print(f"{phase}, policy version {version}, held-out prompt {_PROMPT.value}")
-  for kind, text in fixed_policy.episode_segments(trajectory, tokenizer):
+  for kind, text in episode_segments(trajectory, tokenizer):
     console.print(rich.text.Text(f"{kind:>11} | {text}", style=STYLES[kind]), soft_wrap=True)
   console.print(f"{trajectory.status.value}, reward {trajectory.reward:g}, {trajectory.num_sampled} sampled tokens")
 

@@ -5,8 +5,10 @@ python -m launch.sft --config=configs/calculator.py --workdir=runs/calculator
 
 from __future__ import annotations
 
+import functools
+
 from launch import _flags
 from sao_jax.training import sft
 
 if __name__ == "__main__":
-  _flags.run(sft.sft)
+  _flags.run(functools.partial(sft.sft, validated=True), training=True)

@@ -1,18 +1,36 @@
 #!/usr/bin/env bash
-# Lints and tests the project; arguments go to pytest, as in: launch/test.sh -x tests/test_algorithm_advantage.py
-# With --parity first, torch and transformers are installed too (large), and our models are compared with theirs.
+# Lints and tests the project, several files at a time; further arguments go to pytest:
+#
+#   launch/test.sh                        everything
+#   launch/test.sh --fast                 for work in between: without the tests that tests/slow.txt lists
+#   launch/test.sh tests/rollout -k take  some of it; -n0 runs it in one process, as --pdb wants it
+#
+# Options of its own, before all others:
+#   --parity     installs torch and transformers, too (large), and compares our models with theirs
+#   --optimized  compiles as production does; otherwise quickly, which changes the last digit at most
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_environment.sh"
+
 extras="envs,report,test,notebooks,aot"
-if [[ "${1:-}" == --parity ]]; then
-  extras+=",parity"
+selected=()
+unset XLA_FLAGS PYTEST_ADDOPTS
+while true; do
+  case "${1:-}" in
+    --parity) extras+=",parity" ;;
+    --fast) selected=(-m "not slow") ;;
+    --optimized) export XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true" ;;
+    *) break ;;
+  esac
   shift
-fi
+done
 use_environment "$extras"
 
 cd "$repository"
-# The tests run on simulated CPU devices, whatever this machine has and whatever the caller has set.
+# The tests run on simulated CPU devices, whatever this machine has.
 export JAX_PLATFORMS=cpu
-unset XLA_FLAGS PYTEST_ADDOPTS
+# Workers share the cores: torch's threads would wait for one another.
+export OMP_NUM_THREADS=1
 "$python" -m ruff check .
-"$python" -m pytest -q "$@" </dev/null
+# Whole files go to a worker, since their tests share what a module has compiled and trained.
+workers=(-n auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder)
+"$python" -m pytest -q "${workers[@]}" ${selected[@]+"${selected[@]}"} "$@" </dev/null

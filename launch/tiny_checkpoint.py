@@ -1,4 +1,4 @@
-"""Makes a tiny Qwen3-MoE with random weights, tokenizer and chat template, saved by transformers: something to try on.
+"""Makes a tiny Qwen3-MoE with random weights, tokenizer and chat template, saved by transformers, to try things out.
 
 python -m launch.tiny_checkpoint --output=models/tiny
 """
@@ -23,7 +23,7 @@ WORDS = (INSTRUCTION, "State the final answer to the following arithmetic proble
 
 
 def main(argv: list[str]) -> None:
-  """Writes the folder."""
+  """Writes the folder, whole or not at all."""
   _flags.set_up_logging()
   try:
     if len(argv) > 1:
@@ -36,16 +36,22 @@ def main(argv: list[str]) -> None:
       from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
       raise ConfigError("launch.tiny_checkpoint", f"{error}.", 'Run: pip install -e ".[parity]"') from error
+
+    # A byte-level tokenizer that knows the words of the arithmetic task, so that its prompts become short.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet, names = pre_tokenizers.ByteLevel.alphabet(), [PAD, START, END]
     trainer = trainers.BpeTrainer(vocab_size=384, initial_alphabet=alphabet, special_tokens=names, show_progress=False)
-    tokenizer.train_from_iterator(WORDS, trainer)  # which become short
+    tokenizer.train_from_iterator(WORDS, trainer)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
     fast.chat_template = CHATML
+
+    # Everything goes into a folder of another name first.
     unfinished = f"{_OUTPUT.value.rstrip('/')}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     fast.save_pretrained(unfinished)
+
+    # A small model that has all parts of a real one: two layers, four experts, grouped queries.
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
       vocab_size=len(fast), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -54,7 +60,8 @@ def main(argv: list[str]) -> None:
     )  # fmt: skip
     model = transformers.Qwen3MoeForCausalLM(config)
     model.save_pretrained(unfinished)
-    os.replace(unfinished, _OUTPUT.value)  # whole or not at all
+
+    os.replace(unfinished, _OUTPUT.value)
     logging.info("Wrote %s: %d parameters, %d tokens.", _OUTPUT.value, model.num_parameters(), len(fast))
   except ConfigError as error:
     _flags.refuse(error)

@@ -46,6 +46,8 @@ class TrajectoryBatch:
     truncated: bool [B, T]; True on every token of a trajectory that was cut before a true end.
     routed_experts: int16 [B, T, L, k]; the experts that the policy is to use in its L layers with experts, -1 where its
       routers choose. None: they choose everywhere.
+    group_ids: int32 [B, T]; 0 on padding, 1, 2, ... for the groups of rollouts of one prompt in the whole batch, whose
+      members may lie in different rows. None: rollouts are not compared with each other.
   """
 
   token_ids: Int[Array, "B T"]
@@ -59,6 +61,7 @@ class TrajectoryBatch:
   rewards: Float[Array, "B T"]
   truncated: Bool[Array, "B T"]
   routed_experts: Int[Array, "B T L k"] | None = None
+  group_ids: Int[Array, "B T"] | None = None
 
 
 @flax.struct.dataclass

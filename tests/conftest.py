@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pathlib
 import tempfile
 
+from toys import processes
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-flags = os.environ.get("XLA_FLAGS", "")
-if "xla_force_host_platform_device_count" not in flags:
-  os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
-# One directory per user and machine: processes that tests start share what their parent compiled.
+flags = {processes.DEVICES: "8"} | processes.QUICK_COMPILATION
+os.environ["XLA_FLAGS"] = processes.xla_flags(os.environ.get("XLA_FLAGS", ""), **flags)
+# One directory per user and machine: workers, and processes that tests start, share what any of them compiled.
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(tempfile.gettempdir()) / f"sao_jax_tests_{os.getuid()}")
 )
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import hypothesis  # noqa: E402
-import jax  # noqa: E402
 import pytest  # noqa: E402
-from toys import annotation_checks  # noqa: E402
+from toys import annotation_checks, memory_maps, selection  # noqa: E402
 
 hypothesis.settings.register_profile(
   "sao",
@@ -34,10 +33,17 @@ hypothesis.settings.load_profile("sao")
 annotation_checks.install()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Marks what is slow, and puts it first: two processes that share the files end at about the same time."""
+  slow = selection.read()
+  for item in items:
+    if selection.matches(slow, item.nodeid):
+      item.add_marker(pytest.mark.slow)
+  items.sort(key=lambda item: selection.rank(slow, item.nodeid))
+
+
 @pytest.fixture(scope="module", autouse=True)
-def released_programs():
-  """Gives back what a module has compiled: thousands of programs would exhaust the memory maps that Linux allows one
-  process (65,530), which ends in a segmentation fault of the compiler."""
+def released_programs(request):
+  """Gives back what was compiled once there is much of it; fails when a module comes near the limit of memory maps."""
   yield
-  jax.clear_caches()
-  gc.collect()
+  memory_maps.release(request.module.__name__)

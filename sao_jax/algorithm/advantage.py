@@ -1,10 +1,10 @@
-"""Token-level GAE that skips observations, its targets, and whitening (arXiv 2607.07508, eq. 4-5).
+"""Token-level GAE that skips observations, the critic's targets, and whitening (arXiv 2607.07508, eq. 4-5).
 
 Maths on one row [T], batched by `jax.vmap`. Everything is token-aligned: values[t] = V(state before token t). The
 sampled tokens of a trajectory are numbered 0 ... n-1 across the observations between them, and
 
     G_k = r_k + γ ((1 - λ) V_{k+1} + λ G_{k+1})          G_n = V_n = bootstrap value, 0 at a true end
-    A_k = G_k - V_k
+    A_k = G_k - V_k                                      λ = 1 - 1 / (α n)
 
 which is δ_k + γ λ A_{k+1} with δ_k = r_k + γ V_{k+1} - V_k, summed differently: here 1 - λ enters as itself, so it can
 be given exactly as 1 / (α n); and for γ = λ = 1 the target G_k is exactly R, whatever the values are.
@@ -12,12 +12,17 @@ be given exactly as 1 / (α n); and for γ = λ = 1 the target G_k is exactly R,
 
 from __future__ import annotations
 
+import functools
+
 import chex
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from sao_jax.algorithm import scans
+from sao_jax.algorithm import tokens
 from sao_jax.algorithm.reductions import masked_mean_and_std
+from sao_jax.config import AlgorithmConfig
+from sao_jax.types import TrajectoryBatch
 
 
 def one_minus_lambda(num_sampled_tokens: Num[Array, "*shape"] | int, alpha: float = 1.5) -> Float[Array, "*shape"]:
@@ -28,14 +33,18 @@ def one_minus_lambda(num_sampled_tokens: Num[Array, "*shape"] | int, alpha: floa
 def length_adaptive_lambda(
   num_sampled_tokens: Num[Array, "*shape"] | int, alpha: float = 1.5
 ) -> Float[Array, "*shape"]:
-  """λ = 1 - 1 / (α n). n counts *sampled* tokens, not the length of the response. fp32."""
+  """λ = 1 - 1 / (α n). n counts *sampled* tokens, not the length of the response. fp32.
+
+  >>> [float(length_adaptive_lambda(n)) for n in (1, 10)]
+  [0.3333333..., 0.9333333...]
+  """
   return 1.0 - one_minus_lambda(num_sampled_tokens, alpha)
 
 
 def place_terminal_reward(reward: Num[Array, ""] | float, action_mask: Bool[Array, "T"]) -> Float[Array, "T"]:
   """One trajectory's reward on its last *sampled* token, 0 elsewhere; all 0 without a sampled token. fp32."""
   action_mask = jnp.asarray(action_mask, jnp.bool_)
-  last = scans.last_sampled(action_mask, jnp.ones(action_mask.shape, jnp.int32))
+  last = tokens.last_sampled(action_mask, jnp.ones(action_mask.shape, jnp.int32))
   return jnp.where(last, jnp.asarray(reward, jnp.float32), 0.0)
 
 
@@ -43,7 +52,7 @@ def packed_returns(
   rewards: Float[Array, "T"],
   values: Float[Array, "T"],
   action_mask: Bool[Array, "T"],
-  segment_ids: Int[Array, "T"],
+  trajectory_ids: Int[Array, "T"],
   *,
   one_minus_lam: Float[Array, "T"],
   gamma: float = 1.0,
@@ -55,46 +64,26 @@ def packed_returns(
     rewards: per token; only those of sampled tokens are read.
     values: V of the state before each token; only those of sampled tokens are read.
     action_mask: True on sampled tokens.
-    segment_ids: which trajectory a token belongs to; 0 on padding.
-    one_minus_lam: 1 - λ of the token's trajectory, see `one_minus_lambda`.
+    trajectory_ids: the trajectory that a token belongs to; 0 on padding.
+    one_minus_lam: 1 - λ for the token's trajectory, from `one_minus_lambda`.
     gamma: static discount per sampled token.
     bootstrap_values: V behind the end of the token's trajectory; None: all trajectories truly end.
   """
   chex.assert_rank(action_mask, 1)
-  chex.assert_equal_shape([rewards, values, action_mask, segment_ids, one_minus_lam])
+  chex.assert_equal_shape([rewards, values, action_mask, trajectory_ids, one_minus_lam])
   rewards, values, one_minus_lam = (jnp.asarray(x, jnp.float32) for x in (rewards, values, one_minus_lam))
   end_values = jnp.zeros_like(values) if bootstrap_values is None else jnp.asarray(bootstrap_values, jnp.float32)
 
-  last = scans.last_sampled(action_mask, segment_ids)
-  decay_complement = (1.0 - gamma) + gamma * one_minus_lam  # 1 - γ λ
-  middle = rewards + gamma * one_minus_lam * scans.next_sampled(values, action_mask)
+  # G_k = d_k + (1 - u_k) G_{k+1}. Sampled: u = 1 - γλ, and 1 on the last one, which looks at nothing behind it.
+  last = tokens.last_sampled(action_mask, trajectory_ids)
+  middle = rewards + gamma * one_minus_lam * tokens.next_sampled(values, action_mask)
   final = rewards + gamma * end_values
+  decay_complement = (1.0 - gamma) + gamma * one_minus_lam
+
+  # Observations: u = 0 and d = 0, so that G passes through them unchanged.
   complement = jnp.where(action_mask, jnp.where(last, 1.0, decay_complement), 0.0)
   offset = jnp.where(action_mask, jnp.where(last, final, middle), 0.0)
-  return jnp.where(action_mask, scans.affine_scan(complement, offset, reverse=True), 0.0)
-
-
-def packed_gae(
-  rewards: Float[Array, "T"],
-  values: Float[Array, "T"],
-  action_mask: Bool[Array, "T"],
-  segment_ids: Int[Array, "T"],
-  *,
-  one_minus_lam: Float[Array, "T"],
-  gamma: float = 1.0,
-  bootstrap_values: Float[Array, "T"] | None = None,
-) -> Float[Array, "T"]:
-  """Advantages A = G - V of the trajectories of one packed row, 0 where not sampled; see `packed_returns`."""
-  returns = packed_returns(
-    rewards,
-    values,
-    action_mask,
-    segment_ids,
-    one_minus_lam=one_minus_lam,
-    gamma=gamma,
-    bootstrap_values=bootstrap_values,
-  )
-  return jnp.where(action_mask, returns - jnp.asarray(values, jnp.float32), 0.0)
+  return jnp.where(action_mask, tokens.affine_scan(complement, offset, reverse=True), 0.0)
 
 
 def skip_observation_gae(
@@ -109,30 +98,38 @@ def skip_observation_gae(
   """Advantages of one trajectory, arXiv 2607.07508, eq. 4-5.
 
   Args:
-    rewards: per token, read on sampled tokens; for a terminal reward see `place_terminal_reward`.
+    rewards: per token, read on sampled tokens; `place_terminal_reward` makes them from one terminal reward.
     values: V of the state before each token, read on sampled tokens; what stands on observations does not matter.
     action_mask: True on sampled tokens.
     lam: λ of this trajectory. 1 - λ is formed in the precision that λ has (a Python float is double); the train step
-      avoids even that, see `packed_gae`.
+      avoids even that, see `packed_returns`.
     gamma: static discount per sampled token.
     bootstrap_value: V(s_n) of a trajectory that was cut; 0 at a true end.
 
   Returns:
     Advantages [T], fp32, 0 where not sampled.
+
+  >>> mask = jnp.array([True, True, False, False, True])
+  >>> rewards = place_terminal_reward(1.0, mask)
+  >>> values = jnp.array([0.5, 0.6, 9.0, 9.0, 0.7])
+  >>> [round(float(a), 4) for a in skip_observation_gae(rewards, values, mask, lam=7 / 9)]
+  [0.3593, 0.3333, 0.0, 0.0, 0.3]
   """
   action_mask = jnp.asarray(action_mask, jnp.bool_)
   chex.assert_rank(action_mask, 1)
   chex.assert_shape([rewards, values], action_mask.shape)
   full = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.float32), action_mask.shape)
-  return packed_gae(
+  values = jnp.asarray(values, jnp.float32)
+  returns = packed_returns(
     jnp.asarray(rewards, jnp.float32),
-    jnp.asarray(values, jnp.float32),
+    values,
     action_mask,
     jnp.ones(action_mask.shape, jnp.int32),
     one_minus_lam=full(1.0 - lam),
     gamma=gamma,
     bootstrap_values=full(bootstrap_value),
   )
+  return jnp.where(action_mask, returns - values, 0.0)
 
 
 def masked_whiten(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -144,3 +141,59 @@ def masked_whiten(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Flo
   mean, std = masked_mean_and_std(x, mask)
   scale = jnp.where(std == 0.0, 0.0, 1.0 / jnp.where(std == 0.0, 1.0, std))
   return jnp.where(mask, (jnp.asarray(x, jnp.float32) - mean) * scale, 0.0)
+
+
+def batch_returns(
+  config: AlgorithmConfig,
+  batch: TrajectoryBatch,
+  state_values: Float[Array, "B T"] | None,
+  one_minus_lam: Float[Array, "B T"],
+) -> Float[Array, "B T"]:
+  """λ-returns of all sampled tokens of a batch; exactly R on each of them for γ = λ = 1 and trajectories that end.
+
+  Args:
+    config: γ, and what follows a trajectory that was cut (`truncation`).
+    batch: packed rows.
+    state_values: V of the state after each token; None only where returns do not depend on it.
+    one_minus_lam: 1 - λ on every token.
+  """
+  if state_values is None:
+    state_values = jnp.zeros(batch.token_ids.shape, jnp.float32)
+  bootstrap = None
+  if config.truncation == "bootstrap":
+    bootstrap = jnp.where(batch.truncated, jax.vmap(tokens.at_end)(state_values, batch.trajectory_ids), 0.0)
+
+  return jax.vmap(functools.partial(packed_returns, gamma=config.gamma))(
+    batch.rewards,
+    tokens.token_values(state_values, batch),
+    tokens.sampled_tokens(batch),
+    batch.trajectory_ids,
+    one_minus_lam=one_minus_lam,
+    bootstrap_values=bootstrap,
+  )
+
+
+def value_targets_need_values(config: AlgorithmConfig) -> bool:
+  """False if the critic's targets are sums of rewards alone, whatever the values are (the paper's setting)."""
+  return config.critic_lambda != 1.0 or config.truncation == "bootstrap"
+
+
+def value_targets(
+  config: AlgorithmConfig, batch: TrajectoryBatch, state_values: Float[Array, "B T"] | None
+) -> Float[Array, "B T"]:
+  """λ_critic-returns; exactly R on every sampled token for γ = λ_critic = 1. Never from the policy's λ.
+
+  `state_values` are those before the updates on this batch; None if not `value_targets_need_values(config)`.
+  """
+  one_minus_lam = jnp.full(batch.token_ids.shape, 1.0 - config.critic_lambda, jnp.float32)
+  return batch_returns(config, batch, state_values, one_minus_lam)
+
+
+def sao_advantages(
+  config: AlgorithmConfig, batch: TrajectoryBatch, state_values: Float[Array, "B T"]
+) -> Float[Array, "B T"]:
+  """Skip-observation GAE with each trajectory's length-adaptive λ: A = G - V on all sampled tokens, 0 elsewhere."""
+  sampled = tokens.sampled_tokens(batch)
+  one_minus_lam = one_minus_lambda(tokens.count_per_trajectory(batch, sampled), config.alpha)
+  returns = batch_returns(config, batch, state_values, one_minus_lam)
+  return jnp.where(sampled, returns - tokens.token_values(state_values, batch), 0.0)

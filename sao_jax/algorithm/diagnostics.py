@@ -1,4 +1,4 @@
-"""What the train step reports about a batch. Every figure is over the sampled tokens of the global batch.
+"""The figures that a train step reports about its batch, over the trained tokens of the global batch.
 
 NaN means "undefined" (no token to average over, returns without variance), never ±inf.
 """
@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from sao_jax.algorithm import tokens
+from sao_jax.algorithm.network import Update
+from sao_jax.algorithm.policy_loss import dis_weights, log_ratios
 from sao_jax.algorithm.reductions import masked_count, masked_mean, masked_mean_and_std, masked_sum
+from sao_jax.algorithm.value_loss import make_value_head
+from sao_jax.config import AlgorithmConfig
+from sao_jax.types import PolicyOutputs, RouterStatistics, TrajectoryBatch
 
 RATIO_PERCENTILES = {"p01": 1, "p05": 5, "p50": 50, "p95": 95, "p99": 99}
 
@@ -105,3 +111,96 @@ def mean_by_lag(
 ) -> Float[Array, "L"]:
   """Mean of `x` over the sampled tokens of each lag 0 ... max_lag; NaN at lags that no token has."""
   return jax.vmap(lambda mask: masked_sum(x, mask) / masked_count(mask))(_by_lag(lags, action_mask, max_lag))
+
+
+def batch_metrics(
+  batch: TrajectoryBatch, sampled: Bool[Array, "B T"], trained: Bool[Array, "B T"]
+) -> dict[str, Float[Array, ""]]:
+  """Counts and the mean reward per trajectory (truncated ones included); NaN if the batch has none. fp32."""
+  first = jax.vmap(tokens.starts)(batch.trajectory_ids) & (batch.trajectory_ids > 0)
+  trajectories = masked_count(first)
+  return {
+    "num_tokens": masked_count(batch.segment_ids > 0),
+    "num_sampled_tokens": masked_count(sampled),
+    "num_trained_tokens": masked_count(trained),
+    "num_trajectories": trajectories,
+    "num_truncated": masked_count(first & batch.truncated),
+    "num_untrained": masked_count(first & (tokens.count_per_trajectory(batch, trained) == 0.0)),
+    "reward_mean": masked_sum(batch.rewards, batch.action_mask) / trajectories,
+  }
+
+
+def critic_metrics(
+  config: AlgorithmConfig,
+  updates: Update,
+  values: Float[Array, "B T"],
+  targets: Float[Array, "B T"],
+  trained: Bool[Array, "B T"],
+) -> dict[str, Float[Array, ""]]:
+  """Loss of the first and last of the stacked updates, mean gradient norm, skipped updates; EV of `values` before them.
+
+  "value_targets_clipped" is the fraction of targets outside the range that the value head can represent.
+  """
+  return {
+    "value_loss_first": updates.loss[0],
+    "value_loss_last": updates.loss[-1],
+    "critic_grad_norm": jnp.mean(updates.grad_norm),
+    "critic_updates_skipped": masked_count(~updates.applied),
+    "explained_variance": explained_variance(values, targets, trained),
+    "value_targets_clipped": masked_mean(make_value_head(config).clips(targets), trained),
+  }
+
+
+def policy_metrics(
+  config: AlgorithmConfig,
+  update: Update,
+  outputs: PolicyOutputs,
+  batch: TrajectoryBatch,
+  trained: Bool[Array, "B T"],
+  advantages: Float[Array, "B T"],
+  lags: Int[Array, "B T"],
+  *,
+  max_lag: int,
+) -> dict[str, Array]:
+  """Ratios, rejections, entropy and routers of the policy before its update; advantages before any whitening."""
+  log_ratio = log_ratios(outputs.logprobs, batch.behavior_logprobs, trained)
+  weights, low, high = dis_weights(log_ratio, trained, epsilon_low=config.epsilon_low, epsilon_high=config.epsilon_high)
+  delta = jnp.abs(log_ratio)
+  mean, std = masked_mean_and_std(advantages, trained)
+  return {
+    "policy_loss": update.loss,
+    "policy_grad_norm": update.grad_norm,
+    "policy_updates_skipped": masked_count(~update.applied),
+    "advantage_mean": mean,
+    "advantage_std": std,
+    "entropy": masked_mean(outputs.entropy, trained),
+    "rejected_low": masked_mean(low, trained),
+    "rejected_high": masked_mean(high, trained),
+    "effective_sample_size": effective_sample_size(weights, trained),
+    "delta_logprob": masked_mean(delta, trained),
+    "delta_logprob_by_lag": mean_by_lag(delta, lags, trained, max_lag=max_lag),
+    **ratio_quantiles(log_ratio, trained),
+    **(router_metrics(outputs.router) if outputs.router else {}),
+  }
+
+
+def router_metrics(router: RouterStatistics) -> dict[str, Float[Array, ""]]:
+  """Entropy, load and replay of the routers; NaN where there is nothing to average over.
+
+  "router_entropy": mean over tokens and layers, in nats, at most log E. "router_load_max": tokens of the busiest expert
+  of all layers, as a multiple of an even share; 1 is even, E / k the worst. "router_idle_experts": share of experts
+  that no token used. "router_dropped": choices that no expert computed, which is 0 in a dropless layer.
+  "router_replayed": share of choices that came from the sampler; "router_agreement": share of those that this router
+  makes too.
+  """
+  load = jnp.sum(router.load, axis=0)  # [L, E]
+  num_choices, num_replayed = jnp.sum(load), jnp.sum(router.replayed)
+  even = jnp.mean(load, axis=-1, keepdims=True)
+  return {
+    "router_entropy": jnp.sum(router.entropy) / (jnp.sum(router.tokens) * load.shape[0]),
+    "router_load_max": jnp.max(load / even),
+    "router_idle_experts": jnp.where(num_choices > 0.0, jnp.mean(load == 0.0, dtype=jnp.float32), jnp.nan),
+    "router_dropped": jnp.sum(router.dropped),
+    "router_replayed": num_replayed / num_choices,
+    "router_agreement": jnp.sum(router.agreeing) / num_replayed,
+  }

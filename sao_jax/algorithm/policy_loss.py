@@ -10,13 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from sao_jax.algorithm.reductions import masked_count, masked_sum
-
-SumCounts = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
-
 
 class DISWeights(NamedTuple):
-  """What DIS makes of the importance ratios. All have the shape of the tokens.
+  """Importance weights and rejections of DIS, each in the shape of the tokens.
 
   Attributes:
     weights: f(ρ), fp32: the ratio inside the trust region, 0 outside and on unsampled tokens.
@@ -65,12 +61,14 @@ def dis_policy_loss(
   *,
   epsilon_low: float,
   epsilon_high: float,
-  denominator: Float[Array, ""] | float | None = None,
-) -> tuple[Float[Array, ""], SumCounts]:
-  """loss = -(1/N) Σ_k stop_gradient(f(ρ_k) A_k) log π(a_k | s_k).
+) -> Float[Array, "*tokens"]:
+  """The loss of every token, - stop_gradient(f(ρ_k) A_k) log π(a_k | s_k): eq. 1 before its sum and its 1/N.
 
   The stop-gradient belongs to the method: differentiating through f would give the coefficient ρA(1 + log π), which
   flips the direction of the update wherever π < 1/e.
+
+  N is the number of sampled tokens of the *global* batch, rejected ones included; never of a micro-batch, a device or a
+  sequence.
 
   Args:
     logprobs: log π of each token, token-aligned; may be anything where not sampled.
@@ -79,27 +77,25 @@ def dis_policy_loss(
     action_mask: True on sampled tokens.
     epsilon_low: static delta, 0.3 for reasoning, 0.8 for coding agents.
     epsilon_high: static delta, 5.0 for reasoning, 3.0 for coding agents.
-    denominator: N, the sampled tokens of the *global* batch, rejected ones included; never of a micro-batch, a device
-      or a sequence. None: the arrays given here are the global batch. 0 counts as 1.
 
   Returns:
-    The loss, fp32, 0 if nothing is sampled; and metrics as (sum, count) over the sampled tokens given here. A NaN μ on
-    a sampled token is trained never, and shows as a NaN of "delta_logprob".
+    Token losses, fp32; 0 on rejected and on unsampled tokens. A sampled token whose μ is NaN never enters the loss; it
+    makes the metric "delta_logprob" NaN, so it is noticed.
+
+  >>> mask = jnp.ones(4, bool)
+  >>> ratios, advantages = jnp.array([0.7, 0.8, 2.0, 6.0]), jnp.ones(4)
+  >>> loss = lambda logprobs: dis_policy_loss(
+  ...   logprobs, logprobs - jnp.log(ratios), advantages, mask, epsilon_low=0.3, epsilon_high=5.0
+  ... ).sum() / 4
+  >>> [round(float(x), 2) for x in jax.grad(loss)(jnp.full(4, -1.0))]
+  [0.0, -0.2, -0.5, 0.0]
   """
   action_mask = jnp.asarray(action_mask, jnp.bool_)
   chex.assert_equal_shape([logprobs, behavior_logprobs, advantages, action_mask])
-  count = masked_count(action_mask)
   log_ratio = log_ratios(logprobs, behavior_logprobs, action_mask)
-  weights, low, high = dis_weights(log_ratio, action_mask, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+  weights = dis_weights(log_ratio, action_mask, epsilon_low=epsilon_low, epsilon_high=epsilon_high).weights
 
+  # Masked inside as well as outside: 0 times a NaN on a rejected token would be NaN, in the gradient too.
   keep = weights > 0.0
   coefficients = jax.lax.stop_gradient(weights * jnp.where(keep, jnp.asarray(advantages, jnp.float32), 0.0))
-  total = -masked_sum(coefficients * jnp.where(keep, jnp.asarray(logprobs, jnp.float32), 0.0), keep)
-  loss = total / jnp.maximum(count if denominator is None else denominator, 1.0)
-  metrics = {
-    "policy_loss": (total, count),
-    "rejected_low": (masked_count(low), count),
-    "rejected_high": (masked_count(high), count),
-    "delta_logprob": (masked_sum(jnp.abs(log_ratio), action_mask), count),
-  }
-  return loss, jax.lax.stop_gradient(metrics)
+  return -coefficients * jnp.where(keep, jnp.asarray(logprobs, jnp.float32), 0.0)

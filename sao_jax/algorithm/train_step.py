@@ -1,80 +1,89 @@
-"""One SAO train step: K critic updates, values, advantages, one policy update (arXiv 2607.07508)."""
+"""SAO on one page: K critic steps, values, advantages, one DIS step (arXiv 2607.07508, eq. 1-5).
+
+`make_train_step` is the whole method from top to bottom. Each line of it is one function of this room:
+
+    tokens       which tokens count, and what runs along a trajectory
+    advantage    λ-returns G, advantages A            (another estimator: a function in `ADVANTAGES`)
+    value_loss   (V - G)²                             (another head: a `ValueHead`)
+    policy_loss  - sg[f(ρ) A] log π                   (DIS)
+    network      one guarded gradient step, micro-batches, frozen leaves
+    diagnostics  what is reported
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from sao_jax.algorithm.advantage import masked_whiten
-from sao_jax.algorithm.critic_update import CriticFit, ValueApply, critic_metrics, fit_critic, read_values
-from sao_jax.algorithm.diagnostics import lag_metrics, token_lags
-from sao_jax.algorithm.frozen import trainable_leaves
-from sao_jax.algorithm.policy_update import PolicyApply, fit_policy, policy_metrics
-from sao_jax.algorithm.reductions import masked_mean_and_std
-from sao_jax.algorithm.targets import batch_metrics, critic_advantages, trained_tokens
+from sao_jax.algorithm import diagnostics
+from sao_jax.algorithm.advantage import masked_whiten, sao_advantages, value_targets, value_targets_need_values
+from sao_jax.algorithm.grpo import grpo_advantages
+from sao_jax.algorithm.network import Network, Update, gradient_step, map_micro_batches
+from sao_jax.algorithm.policy_loss import dis_policy_loss, log_ratios
+from sao_jax.algorithm.reductions import masked_count, masked_sum
+from sao_jax.algorithm.tokens import sampled_tokens, token_values, trained_tokens
+from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import AlgorithmConfig
-from sao_jax.types import NetworkState, PyTree, TrainState, TrajectoryBatch
+from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrainState, TrajectoryBatch
 
 Metrics = dict[str, Array]
-# (policy parameters, load of every expert [L, E]) -> policy parameters
-BalanceRouters = Callable[[PyTree, Float[Array, "L E"]], PyTree]
 TrainStep = Callable[[TrainState, TrajectoryBatch], tuple[TrainState, Metrics]]
 
 
+class Estimator(NamedTuple):
+  """A way to compute advantages.
+
+  Attributes:
+    advantages: `(config, batch, values) -> [B, T]`, on all sampled tokens, before any whitening; `values` are V of the
+      state after each token, [B, T], or None without a critic.
+    needs_critic: whether it reads values; otherwise the critic is neither built, trained nor saved.
+  """
+
+  advantages: Callable[[AlgorithmConfig, TrajectoryBatch, Float[Array, "B T"] | None], Float[Array, "B T"]]
+  needs_critic: bool
+
+
+# `algorithm.advantage` names one of these; a new one is a function, a line here and a name in its `Literal`.
+ADVANTAGES: dict[str, Estimator] = {
+  "sao": Estimator(sao_advantages, needs_critic=True),
+  "grpo": Estimator(grpo_advantages, needs_critic=False),
+}
+
+
 def init_train_state(
-  policy_params: PyTree,
-  value_params: PyTree,
-  policy_optimizer: optax.GradientTransformation,
-  value_optimizer: optax.GradientTransformation,
-  frozen_value_paths: frozenset[str] = frozenset(),
-  frozen_policy_paths: frozenset[str] = frozenset(),
+  policy: Network, critic: Network | None, policy_params: PyTree, critic_params: PyTree | None
 ) -> TrainState:
-  """The state at version 0. Optimisers see the trainable leaves only, as flat dicts by name."""
-
-  def network(params: PyTree, optimizer: optax.GradientTransformation, frozen: frozenset[str]) -> NetworkState:
-    return NetworkState(params, optimizer.init(trainable_leaves(params, frozen)), jnp.zeros((), jnp.int32))
-
+  """The state at version 0, with fresh optimisers. Without a critic, `critic` and its parameters are None."""
   return TrainState(
-    policy=network(policy_params, policy_optimizer, frozen_policy_paths),
-    critic=network(value_params, value_optimizer, frozen_value_paths),
+    policy=policy.start(policy_params),
+    critic=None if critic is None else critic.start(critic_params),
     policy_version=jnp.zeros((), jnp.int32),
   )
 
 
 def make_train_step(
   config: AlgorithmConfig,
-  policy_apply: PolicyApply,
-  value_apply: ValueApply,
-  policy_optimizer: optax.GradientTransformation,
-  value_optimizer: optax.GradientTransformation,
+  policy: Network,
+  critic: Network | None,
   *,
-  frozen_value_paths: frozenset[str] = frozenset(),
-  frozen_policy_paths: frozenset[str] = frozenset(),
   update_policy: bool = True,
-  balance_routers: BalanceRouters | None = None,
   max_lag: int = 8,
   state_shardings: TrainState | None = None,
 ) -> TrainStep:
   """Returns the jitted `train_step(state, batch) -> (state, metrics)`; the state is donated.
 
   Args:
-    config: static.
-    policy_apply: `(params, batch) -> (logprobs, entropy)`, both [B, T], token-aligned, fp32; `RouterStatistics` may
-      follow, and are then reported.
-    value_apply: `(params, batch) -> outputs [B, T, O]`, state-aligned, fp32; O as the value head of `config` says.
-    policy_optimizer: of the policy.
-    value_optimizer: of the critic.
-    frozen_value_paths: names of the critic's leaves that stay fixed, see `frozen`.
-    frozen_policy_paths: and of the policy's.
+    config: static; `algorithm.advantage` chooses the estimator.
+    policy: its `apply` returns `PolicyOutputs`.
+    critic: its `apply` returns as many outputs per token as the value head of `config` has; None for an estimator
+      without one.
     update_policy: False makes critic-only steps (value pretraining, critic warm-up): the policy is neither run nor
       changed, and `policy_version` stays.
-    balance_routers: changes the policy's parameters after its update, by the load of the experts in this batch; None:
-      nothing does. Needs `RouterStatistics`. It does not run when the update was skipped.
     max_lag: last bin of the metrics by lag.
     state_shardings: shardings of the state, kept by the step; metrics then come back replicated. None: one device, or
       whatever the compiler chooses.
@@ -82,52 +91,149 @@ def make_train_step(
   The metrics have the same keys and shapes in every mode and for every batch; all are fp32 and reduced over the global
   batch. NaN means undefined: nothing to average over, or a figure of the policy in a critic-only step.
   """
-
-  def policy_part(
-    policy: NetworkState,
-    critic: NetworkState,
-    fit: CriticFit,
-    batch: TrajectoryBatch,
-    mask: Bool[Array, "B T"],
-    lags: Int[Array, "B T"],
-  ) -> tuple[NetworkState, Metrics]:
-    if config.advantage_values == "pre":
-      values = fit.values_before
-    else:
-      values = read_values(config, value_apply, critic.params, batch)
-    advantages = critic_advantages(config, batch, values)
-    mean, std = masked_mean_and_std(advantages, mask)
-    if config.whiten_advantages:
-      advantages = masked_whiten(advantages, mask)
-    policy, policy_fit = fit_policy(
-      config, policy_apply, policy_optimizer, frozen_policy_paths, policy, batch, mask, advantages
-    )
-    if balance_routers is not None:
-      balanced = balance_routers(policy.params, jnp.sum(policy_fit.router.load, axis=0))
-      keep = lambda new, old: jnp.where(policy_fit.update.applied, new, old)
-      policy = policy.replace(params=jax.tree.map(keep, balanced, policy.params))
-    metrics = policy_metrics(config, policy_fit, batch, mask, lags, max_lag)
-    return policy, metrics | {"advantage_mean": mean, "advantage_std": std}
+  estimate = ADVANTAGES[config.advantage].advantages
 
   def train_step(state: TrainState, batch: TrajectoryBatch) -> tuple[TrainState, Metrics]:
-    mask = trained_tokens(batch, config.truncation)
-    critic, fit = fit_critic(config, value_apply, value_optimizer, frozen_value_paths, state.critic, batch, mask)
-    lags = token_lags(state.policy_version, batch.policy_version, mask)
-    metrics = (
-      batch_metrics(batch, mask) | critic_metrics(config, fit, batch, mask) | lag_metrics(lags, mask, max_lag=max_lag)
-    )
+    # Advantages run over the sampled tokens; both losses sum over the trained ones, and divide once by their number N.
+    sampled, trained = sampled_tokens(batch), trained_tokens(batch, config.truncation)
+    lags = diagnostics.token_lags(state.policy_version, batch.policy_version, trained)
+    metrics = diagnostics.batch_metrics(batch, sampled, trained)
+    metrics |= diagnostics.lag_metrics(lags, trained, max_lag=max_lag)
+
+    # Critic: K steps on (1/N) Σ (V - G)², attention frozen; G = R on every sampled token for γ = λ_critic = 1.
+    critic_state, fit = state.critic, None
+    if critic is not None:
+      critic_state, fit = _critic_steps(config, critic, state.critic, batch, trained)
+      values_before = token_values(fit.values_before, batch)
+      metrics |= diagnostics.critic_metrics(config, fit.updates, values_before, fit.targets, trained)
+
+    def policy_half(policy_state: NetworkState) -> tuple[NetworkState, Metrics]:
+      # Values: V after those steps, or before them.
+      values = fit and fit.values_before
+      if fit and config.advantage_values == "post":
+        values = _read_values(config, critic, critic_state.params, batch)
+
+      # Advantages: A_k = δ_k + γλ A_{k+1} from each sampled token to the next sampled one, λ = 1 - 1/(α n).
+      advantages = estimate(config, batch, values)
+      whitened = masked_whiten(advantages, trained) if config.whiten_advantages else advantages
+
+      # Policy: one step on -(1/N) Σ sg[f(ρ) A] log π, with ρ = π/μ and f(ρ) = ρ in (1 - ε_l, 1 + ε_h), 0 elsewhere.
+      policy_state, update, outputs = _policy_step(config, policy, policy_state, batch, trained, whitened)
+      of_policy = diagnostics.policy_metrics(config, update, outputs, batch, trained, advantages, lags, max_lag=max_lag)
+      return policy_state, of_policy
+
     if update_policy:
-      policy, of_policy = policy_part(state.policy, critic, fit, batch, mask, lags)
-      version = state.policy_version + 1
-    else:
-      _, shapes = jax.eval_shape(policy_part, state.policy, critic, fit, batch, mask, lags)
-      of_policy = {name: jnp.full(x.shape, jnp.nan, x.dtype) for name, x in shapes.items()}
-      of_policy["policy_updates_skipped"] = jnp.zeros((), jnp.float32)
-      policy, version = state.policy, state.policy_version
-    return TrainState(policy, critic, version), metrics | of_policy
+      policy_state, of_policy = policy_half(state.policy)
+      return TrainState(policy_state, critic_state, state.policy_version + 1), metrics | of_policy
+
+    # A critic-only step reports the same figures of the policy, all of them undefined, and does not run it.
+    _, shapes = jax.eval_shape(policy_half, state.policy)
+    of_policy = {name: jnp.full(x.shape, jnp.nan, x.dtype) for name, x in shapes.items()}
+    of_policy["policy_updates_skipped"] = jnp.zeros((), jnp.float32)
+    return TrainState(state.policy, critic_state, state.policy_version), metrics | of_policy
 
   if state_shardings is None:
     return jax.jit(train_step, donate_argnums=0)
   mesh = jax.tree.leaves(state_shardings)[0].mesh
   replicated = NamedSharding(mesh, PartitionSpec())
   return jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, replicated))
+
+
+def _read_values(
+  config: AlgorithmConfig, critic: Network, params: PyTree, batch: TrajectoryBatch
+) -> Float[Array, "B T"]:
+  """V of the state after each token (state-aligned), without gradients."""
+  head = make_value_head(config)
+  return map_micro_batches(lambda rows: head.values(critic.apply(params, rows)), batch, config.micro_batches)
+
+
+class _CriticFit(NamedTuple):
+  """Values, targets and updates of the K critic steps.
+
+  Attributes:
+    values_before: V of the state after each token [B, T], read before the first update.
+    targets: value targets [B, T], the same for all updates.
+    updates: the K updates, stacked.
+  """
+
+  values_before: Float[Array, "B T"]
+  targets: Float[Array, "B T"]
+  updates: Update
+
+
+def _critic_steps(
+  config: AlgorithmConfig, critic: Network, state: NetworkState, batch: TrajectoryBatch, trained: Bool[Array, "B T"]
+) -> tuple[NetworkState, _CriticFit]:
+  """K = `config.value_updates` gradient steps on the batch.
+
+  The values before the updates come out of the first step's own forward pass, unless something must know them earlier.
+  """
+  head, num_trained = make_value_head(config), masked_count(trained)
+
+  # Targets, the same for all updates; λ_critic-returns are built from the values before them.
+  values = None
+  if value_targets_need_values(config) or config.value_clip > 0.0:
+    values = _read_values(config, critic, state.params, batch)
+  targets = value_targets(config, batch, values)
+  old_values = None if values is None else token_values(values, batch)
+
+  # (1/N) Σ (V - G)² over a part of the rows; the parts of all micro-batches add up to the loss.
+  def loss_fn(params: PyTree, inputs: PyTree) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
+    rows, mask, targets, old_values = inputs
+    outputs = critic.apply(params, rows)
+    losses = head.losses(token_values(outputs, rows), targets, mask, old_values)
+    return masked_sum(losses, mask) / jnp.maximum(num_trained, 1.0), head.values(outputs)
+
+  def step(state: NetworkState, _: None) -> tuple[NetworkState, tuple[Update, Float[Array, "B T"]]]:
+    state, update, values = gradient_step(
+      critic,
+      state,
+      loss_fn,
+      (batch, trained, targets, old_values),
+      micro_batches=config.micro_batches,
+      allowed=lambda values: num_trained > 0.0,
+    )
+    return state, (update, values)
+
+  state, (updates, all_values) = jax.lax.scan(step, state, None, length=config.value_updates)
+  return state, _CriticFit(all_values[0], targets, updates)
+
+
+def _policy_step(
+  config: AlgorithmConfig,
+  policy: Network,
+  state: NetworkState,
+  batch: TrajectoryBatch,
+  trained: Bool[Array, "B T"],
+  advantages: Float[Array, "B T"],
+) -> tuple[NetworkState, Update, PolicyOutputs]:
+  """One DIS gradient step. A NaN or infinite log-ratio of a trained token skips it, like a non-finite gradient."""
+  num_trained = masked_count(trained)
+
+  # -(1/N) Σ sg[f(ρ) A] log π over a part of the rows; the parts of all micro-batches add up to the loss.
+  def loss_fn(params: PyTree, inputs: PyTree) -> tuple[Float[Array, ""], PolicyOutputs]:
+    rows, mask, advantages = inputs
+    outputs = policy.apply(params, rows)
+    losses = dis_policy_loss(
+      outputs.logprobs,
+      rows.behavior_logprobs,
+      advantages,
+      mask,
+      epsilon_low=config.epsilon_low,
+      epsilon_high=config.epsilon_high,
+    )
+    return masked_sum(losses, mask) / jnp.maximum(num_trained, 1.0), outputs
+
+  # The loss of a broken ratio is 0, and would pass for a good one.
+  def allowed(outputs: PolicyOutputs) -> Bool[Array, ""]:
+    ratios = log_ratios(outputs.logprobs, batch.behavior_logprobs, trained)
+    return (num_trained > 0.0) & jnp.all(jnp.isfinite(ratios))
+
+  return gradient_step(
+    policy,
+    state,
+    loss_fn,
+    (batch, trained, jax.lax.stop_gradient(advantages)),
+    micro_batches=config.micro_batches,
+    allowed=allowed,
+  )

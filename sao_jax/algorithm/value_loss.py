@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from sao_jax.algorithm.policy_loss import SumCounts
-from sao_jax.algorithm.reductions import masked_count, masked_sum
 from sao_jax.config import AlgorithmConfig
 
 
@@ -21,22 +19,20 @@ def value_loss(
   targets: Float[Array, "*tokens"],
   action_mask: Bool[Array, "*tokens"],
   *,
-  denominator: Float[Array, ""] | float | None = None,
   old_values: Float[Array, "*tokens"] | None = None,
   clip: float = 0.0,
-) -> tuple[Float[Array, ""], SumCounts]:
-  """(1/N) Σ (V - G)² over the sampled tokens, in fp32; no factor 1/2.
+) -> Float[Array, "*tokens"]:
+  """The loss of every token, (V - G)², in fp32; no factor 1/2. Summed over the global batch and divided by N later.
 
   Args:
     values: V of the state before each token.
     targets: λ_critic-returns; the reward itself for γ = λ_critic = 1.
     action_mask: True on sampled tokens; values and targets may be anything elsewhere.
-    denominator: N, sampled tokens of the global batch. None: of the arrays given here. 0 counts as 1.
     old_values: V before this batch's updates; needed with `clip`.
     clip: PPO value clip: the larger of the squared errors of V and of V clipped to old_values ± clip. 0: off.
 
   Returns:
-    The loss, 0 if nothing is sampled; and metrics as (sum, count).
+    Token losses, 0 where not sampled.
   """
   action_mask = jnp.asarray(action_mask, jnp.bool_)
   chex.assert_equal_shape([values, targets, action_mask])
@@ -45,21 +41,12 @@ def value_loss(
   if clip > 0.0:
     chex.assert_equal_shape([values, old_values])
     errors = jnp.maximum(errors, error(jnp.clip(values, old_values - clip, old_values + clip)))
-  return _normalise(errors, action_mask, denominator)
-
-
-def _normalise(
-  losses: Float[Array, "*tokens"], action_mask: Bool[Array, "*tokens"], denominator: Float[Array, ""] | float | None
-) -> tuple[Float[Array, ""], SumCounts]:
-  """Masked sum of token losses over the denominator, with its (sum, count)."""
-  total, count = masked_sum(losses, action_mask), masked_count(action_mask)
-  loss = total / jnp.maximum(count if denominator is None else denominator, 1.0)
-  return loss, {"value_loss": jax.lax.stop_gradient((total, count))}
+  return errors
 
 
 @runtime_checkable
 class ValueHead(Protocol):
-  """What the numbers that the value network puts out mean. Implementations are frozen dataclasses."""
+  """The meaning of the numbers that the critic puts out. Implementations are frozen dataclasses."""
 
   @property
   def num_outputs(self) -> int:
@@ -71,16 +58,14 @@ class ValueHead(Protocol):
   def clips(self, targets: Float[Array, "*tokens"]) -> Bool[Array, "*tokens"]:
     """True on returns that the head cannot represent: the loss takes the nearest one that it can."""
 
-  def loss(
+  def losses(
     self,
     outputs: Float[Array, "*tokens O"],
     targets: Float[Array, "*tokens"],
     action_mask: Bool[Array, "*tokens"],
-    *,
-    denominator: Float[Array, ""] | float | None = None,
     old_values: Float[Array, "*tokens"] | None = None,
-  ) -> tuple[Float[Array, ""], SumCounts]:
-    """The loss of outputs against returns; arguments as in `value_loss`."""
+  ) -> Float[Array, "*tokens"]:
+    """Token losses of outputs against returns, 0 where not sampled; arguments as in `value_loss`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,26 +77,22 @@ class ScalarHead:
   num_outputs = 1
 
   def values(self, outputs: Float[Array, "*tokens O"]) -> Float[Array, "*tokens"]:
-    """The output."""
+    """The output itself."""
     return jnp.asarray(outputs[..., 0], jnp.float32)
 
   def clips(self, targets: Float[Array, "*tokens"]) -> Bool[Array, "*tokens"]:
-    """Nowhere."""
+    """False everywhere: a scalar represents every return."""
     return jnp.zeros(targets.shape, jnp.bool_)
 
-  def loss(
+  def losses(
     self,
     outputs: Float[Array, "*tokens O"],
     targets: Float[Array, "*tokens"],
     action_mask: Bool[Array, "*tokens"],
-    *,
-    denominator: Float[Array, ""] | float | None = None,
     old_values: Float[Array, "*tokens"] | None = None,
-  ) -> tuple[Float[Array, ""], SumCounts]:
-    """Squared error, see `value_loss`."""
-    return value_loss(
-      self.values(outputs), targets, action_mask, denominator=denominator, old_values=old_values, clip=self.clip
-    )
+  ) -> Float[Array, "*tokens"]:
+    """Squared errors, see `value_loss`."""
+    return value_loss(self.values(outputs), targets, action_mask, old_values=old_values, clip=self.clip)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,23 +138,21 @@ class HLGaussHead:
     cdf = jax.scipy.special.erf(z)
     return (cdf[..., 1:] - cdf[..., :-1]) / (cdf[..., -1:] - cdf[..., :1])
 
-  def loss(
+  def losses(
     self,
     outputs: Float[Array, "*tokens O"],
     targets: Float[Array, "*tokens"],
     action_mask: Bool[Array, "*tokens"],
-    *,
-    denominator: Float[Array, ""] | float | None = None,
     old_values: Float[Array, "*tokens"] | None = None,
-  ) -> tuple[Float[Array, ""], SumCounts]:
-    """Cross-entropy; `old_values` is not used."""
+  ) -> Float[Array, "*tokens"]:
+    """Cross-entropies; `old_values` is not used."""
     del old_values
     action_mask = jnp.asarray(action_mask, jnp.bool_)
     # Masked before the softmax too: its gradient would turn 0 times a NaN output into NaN.
     logits = jnp.where(action_mask[..., None], jnp.asarray(outputs, jnp.float32), 0.0)
     probabilities = self.target_probabilities(jnp.where(action_mask, targets, self.low))
     losses = -jnp.sum(probabilities * jax.nn.log_softmax(logits, axis=-1), axis=-1)
-    return _normalise(losses, action_mask, denominator)
+    return jnp.where(action_mask, losses, 0.0)
 
 
 def make_value_head(config: AlgorithmConfig) -> ValueHead:

@@ -63,7 +63,7 @@ def run_loop(settings: LoopSettings, environment: Sleeping) -> LoopRecord:
 
       # Its weights are published: the sampler only has to know their number.
       sampler.version = version + 1
-      rollouts.on_version(version + 1)
+      rollouts.end_step(version + 1)
     wall = time.monotonic() - began
     stats = loop.stats()
 

@@ -1,9 +1,9 @@
-"""A discrete-event model of the loop: what a scheduler without any overhead reaches with the same episodes.
+"""A discrete-event model of the loop: the figures of a scheduler without any overhead on the same episodes.
 
 A trainer needs `train_seconds` for `batch_size` trajectories, taken in the order in which they finished. An episode
 starts as soon as a slot is free and in flight + buffered + in training < (eta + 1) * batch_size. It counts as sampled
-by the version at its start. With eta = 0 this is the synchronous loop. Beyond tau versions a trajectory is dropped, and
-its capacity given back, as is that of an episode that fails.
+by the version at its start. With eta = 0 this is the synchronous loop. A trajectory that is more than tau versions old
+is dropped. Dropped trajectories and failed episodes give their capacity back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LoopSettings:
   """One point of the comparison.
 
   Attributes:
-    slots: episodes at the same time, at most.
+    slots: the largest number of episodes at the same time.
     admission_staleness: eta, in train steps.
     max_staleness: tau, in versions; -1 for no bound.
     train_seconds: duration of a train step.
@@ -42,24 +42,24 @@ class LoopSettings:
 
 
 class Episode(NamedTuple):
-  """How long an episode occupies its slot, and whether it leaves nothing to train on."""
+  """One episode as the model sees it."""
 
-  seconds: float
-  failed: bool = False
+  seconds: float  # during which it occupies its slot
+  failed: bool = False  # it leaves no trajectory
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopRecord:
-  """What happened, from the start of the first episode to the end of the last train step.
+  """The record of a run, from the start of the first episode to the end of the last train step.
 
   Attributes:
-    settings: of the run.
-    wall_seconds: its duration.
-    busy_slot_seconds: summed over slots.
-    lags: of every trajectory trained on, in versions.
-    generated: episodes that ended with a trajectory; `dropped` of them were over age.
-    dropped: see `generated`.
-    failed: episodes that ended without a trajectory.
+    settings: the run's settings.
+    wall_seconds: the run's duration.
+    busy_slot_seconds: time in which slots held episodes, summed over slots.
+    lags: int64 [n], versions between sampling and training, for every trajectory trained on.
+    generated: number of episodes that ended with a trajectory.
+    dropped: number of generated trajectories that became too old.
+    failed: number of episodes that ended without a trajectory.
     generated_latency: mean seconds of the generated trajectories' episodes.
     used_latency: mean seconds of the episodes trained on.
   """
@@ -75,7 +75,7 @@ class LoopRecord:
   used_latency: float
 
   def figures(self) -> dict[str, float]:
-    """The figures to compare; whatever the trainer does but train counts as idle."""
+    """Computes the figures to compare; all of the trainer's time outside train steps counts as idle."""
     settings = self.settings
     return {
       "wall_seconds": self.wall_seconds,
@@ -91,19 +91,21 @@ class LoopRecord:
 
 
 def simulate(settings: LoopSettings, episodes: Iterator[Episode]) -> LoopRecord:
-  """Plays a run through.
+  """Plays a run through, from event to event.
 
   Args:
-    settings: of the run.
-    episodes: in the order of their starts; endless draws, or the very episodes that a real run had.
+    settings: the run's settings.
+    episodes: the episodes in the order of their starts: endless draws, or the very episodes of a real run.
   """
   limit = (settings.admission_staleness + 1) * settings.batch_size
   now, busy, version, running, in_training, failed = 0.0, 0.0, 0, 0, 0, 0
   ends: list[tuple[float, int, int, Episode]] = []  # (time, number, version at the start, episode), a heap
   step_ends = float("inf")
-  buffer: collections.deque[tuple[int, Episode]] = collections.deque()
+  buffer: collections.deque[tuple[int, Episode]] = collections.deque()  # (version at the start, episode)
   generated, used, lags, dropped, started = [], [], [], 0, 0
+
   while version < settings.steps:
+    # All that happens at this moment: drop what is too old, begin a train step, start episodes.
     if settings.max_staleness >= 0:
       fresh = [item for item in buffer if version - item[0] <= settings.max_staleness]
       dropped += len(buffer) - len(fresh)
@@ -120,6 +122,7 @@ def simulate(settings: LoopSettings, episodes: Iterator[Episode]) -> LoopRecord:
       heapq.heappush(ends, (now + episode.seconds, started, version, episode))
       started, running = started + 1, running + 1
 
+    # Go to the next event: an episode or the train step ends; the episode goes first when both do.
     then = min(step_ends, ends[0][0] if ends else step_ends)
     busy, now = busy + running * (then - now), then
     if ends and ends[0][0] <= step_ends:
@@ -132,6 +135,7 @@ def simulate(settings: LoopSettings, episodes: Iterator[Episode]) -> LoopRecord:
         buffer.append((start, episode))
     else:
       version, in_training, step_ends = version + 1, 0, float("inf")
+
   return LoopRecord(
     settings=settings,
     wall_seconds=now,

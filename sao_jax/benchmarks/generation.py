@@ -13,7 +13,7 @@ import numpy as np
 from sao_jax.benchmarks.scale import TUNIX_PADDED_SAMPLING, TUNIX_USEFUL_SAMPLING, Scale
 from sao_jax.benchmarks.timing import decode_flops, interleave, make_gemm, median_ratio
 from sao_jax.config import ModelConfig, SamplerConfig
-from sao_jax.learner import setup
+from sao_jax.learner import placement
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import init_params
 from sao_jax.sampler.engine import Engine
@@ -23,11 +23,15 @@ from sao_jax.sampler.service import SamplerService
 
 
 def sampler(scale: Scale) -> dict[str, Any]:
-  """Sampled tokens per second with so many slots busy, prefill and host work included, as a share of the GEMM limit."""
+  """Measures sampled tokens per second for several numbers of busy slots, and their share of the GEMM limit.
+
+  Prefill and host work are included.
+  """
   return {"dense": _sampler(scale, scale.dense), "moe": _sampler(scale, scale.moe)}
 
 
 def _sampler(scale: Scale, config: ModelConfig) -> dict[str, Any]:
+  # Time the matrix product and all numbers of slots in turn.
   gemm, gemm_flops = make_gemm(scale.gemm_size)
   lengths = [(scale.prompt_length, scale.answer_length)]
   context = scale.prompt_length + scale.answer_length
@@ -37,6 +41,8 @@ def _sampler(scale: Scale, config: ModelConfig) -> dict[str, Any]:
       for slots in scale.slots
     }
     seconds = interleave({"gemm": gemm} | busy, scale.rounds)
+
+  # Share of the limit: FLOPs per second of the sampler over those of the matrix product, round by round.
   flops = decode_flops(config)
   result = {}
   for slots in scale.slots:
@@ -48,19 +54,23 @@ def _sampler(scale: Scale, config: ModelConfig) -> dict[str, Any]:
 
 
 def batching(scale: Scale) -> dict[str, Any]:
-  """Useful tokens per second with uneven answers: every free slot refilled at once, or waves that wait for the slowest.
+  """Measures useful tokens per second with uneven answers, for two ways to fill the slots.
 
-  Both run on the same engines, which leave finished slots out of their dispatches; so the ratio holds what refilling
-  alone brings. `padded_tokens_per_second` counts, for the waves, every slot up to its wave's longest answer.
+  Either every free slot is refilled at once, or waves of requests wait for their slowest one. Both ways run on the same
+  engines, which leave finished slots out of their dispatches, so the ratio is the gain of refilling alone. For the
+  waves, `waves_padded_tokens_per_second` counts every slot up to its wave's longest answer.
   """
   return {"dense": _batching(scale, scale.dense), "moe": _batching(scale, scale.moe)}
 
 
 def _batching(scale: Scale, config: ModelConfig) -> dict[str, Any]:
+  # The same requests for both ways.
   slots = scale.slots[-1]
   lengths = uneven_lengths(scale)
   requests = make_requests(lengths, config.vocab_size)
   waves = [requests[i : i + slots] for i in range(0, len(requests), slots)]
+
+  # One service for both ways. The next wave starts when the last one has all its answers.
   with make_service(config, slots, scale.prompt_lengths[1] + scale.answer_maximum) as service:
 
     def in_waves() -> None:
@@ -70,6 +80,8 @@ def _batching(scale: Scale, config: ModelConfig) -> dict[str, Any]:
     seconds = interleave(
       {"continuous": functools.partial(generate, service, requests), "waves": in_waves}, scale.rounds
     )
+
+  # Useful tokens were asked for; padded ones also cover the time in which a slot waits for its wave.
   useful = sum(answer for _, answer in lengths)
   padded = sum(len(wave) * max(request.max_tokens for request in wave) for wave in waves)
   rate = useful / statistics.median(seconds["continuous"])
@@ -85,7 +97,7 @@ def _batching(scale: Scale, config: ModelConfig) -> dict[str, Any]:
 
 
 def uneven_lengths(scale: Scale) -> list[tuple[int, int]]:
-  """(prompt, answer) lengths of all requests: uniform prompts, heavy-tailed answers."""
+  """Draws the (prompt, answer) lengths of all requests: uniform prompts, heavy-tailed answers."""
   rng = np.random.default_rng(0)
   shortest, longest = scale.prompt_lengths
   prompts = rng.integers(shortest, longest + 1, scale.num_requests)
@@ -94,7 +106,7 @@ def uneven_lengths(scale: Scale) -> list[tuple[int, int]]:
 
 
 def make_requests(lengths: Sequence[tuple[int, int]], vocab_size: int) -> list[GenerateRequest]:
-  """One request for every (prompt, answer) length, with random prompts; nothing but the budget ends an answer."""
+  """Makes a request for every (prompt, answer) length, with random prompts; only the budget ends an answer."""
   rng = np.random.default_rng(1)
   return [
     GenerateRequest(i, i, rng.integers(0, vocab_size, prompt).astype(np.int32), max_tokens=answer)
@@ -103,10 +115,12 @@ def make_requests(lengths: Sequence[tuple[int, int]], vocab_size: int) -> list[G
 
 
 def make_service(config: ModelConfig, num_slots: int, context_length: int) -> SamplerService:
-  """The slots shared out to one engine per local device, with random parameters, all programs compiled."""
+  """Makes a service with one engine per local device, which share the slots; random parameters, all compiled."""
   longest = 2 ** (context_length - 1).bit_length()
-  devices = setup.local_devices()[:num_slots]
+  devices = placement.local_devices()[:num_slots]
   params = init_params(param_specs(config), jax.random.key(0))
+
+  # Slots that cannot be shared evenly go to the first engines.
   schedulers = []
   for index, device in enumerate(devices):
     sampler_config = SamplerConfig(

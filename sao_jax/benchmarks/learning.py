@@ -1,4 +1,4 @@
-"""Train steps against the machine's limit, what publishing adds to them, and what more experts cost."""
+"""Train steps against the machine's limit, the cost of publishing beside them, and the cost of more experts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jax.sharding import SingleDeviceSharding
 from sao_jax.benchmarks.scale import DENSE_TRAINING, MOE_TRAINING, Scale
 from sao_jax.benchmarks.timing import interleave, make_gemm, median_ratio, train_flops
 from sao_jax.config import AlgorithmConfig, MeshConfig, ModelConfig, RunConfig
-from sao_jax.learner import setup
+from sao_jax.learner import placement, setup
 from sao_jax.learner.packing import shard_batch
+from sao_jax.models.critic import critic_params_from_policy
 from sao_jax.models.moe import moe_feed_forward
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_params_from_policy
+from sao_jax.parallel.layout import ONE_DEVICE
 from sao_jax.parallel.params import init_params
 from sao_jax.parallel.publish import make_publish
-from sao_jax.parallel.rules import DEFAULT_RULES
 from sao_jax.types import TrajectoryBatch
 
 
@@ -30,11 +30,11 @@ class Trainer:
   """One model in training on all local devices, always on the same batch: one critic and one policy update per step.
 
   Attributes:
-    flops_per_token: of a step, see `flops`.
+    flops_per_token: FLOPs of a step per token, as `train_flops` counts them.
   """
 
   def __init__(self, scale: Scale, model: ModelConfig, *, freeze: bool):
-    """`freeze` keeps the critic's attention fixed, the default of a run; otherwise everything trains."""
+    """Initialises policy and critic. `freeze` keeps the critic's attention fixed, as a run does by default."""
     algorithm = AlgorithmConfig(
       value_updates=1, advantage_values="pre", freeze_attention=freeze, micro_batches=scale.micro_batches
     )
@@ -42,36 +42,40 @@ class Trainer:
     run = RunConfig(environment=None, model=model, algorithm=algorithm, mesh=data_parallel)
     learner = setup.make_learner(run, sharing_devices(scale.rows // scale.micro_batches))
     policy = setup.init_policy_params(learner, seed=0)
-    self.flops_per_token = train_flops(model, learner.frozen_paths)
-    self._state = setup.make_state(learner, policy, value_params_from_policy(policy, model))
-    self._batch = shard_batch(full_batch(scale, model.vocab_size), learner.mesh)
+    self.flops_per_token = train_flops(model, learner.critic.frozen)
+    self._state = setup.make_state(learner, policy, critic_params_from_policy(policy, model))
+    self._batch = shard_batch(full_batch(scale, model.vocab_size), learner.layout)
     self._publish = make_publish(SingleDeviceSharding(learner.mesh.devices.flat[0]), model.dtype)
     self._step = setup.make_step(learner)
 
   def step(self) -> None:
-    """One train step."""
+    """Makes one train step and waits for it."""
     self._state, metrics = self._step(self._state, self._batch)
     jax.block_until_ready((self._state, metrics))
 
   def publish(self) -> None:
-    """One copy of the policy for a sampler on the first device."""
+    """Copies the policy for a sampler on the first device and waits for the copy."""
     jax.block_until_ready(self._publish(self._state.policy.params))
 
 
 def sharing_devices(rows: int) -> tuple[jax.Device, ...]:
-  """As many local devices as can share `rows` evenly."""
-  local = setup.local_devices()
+  """Takes the largest number of local devices that share `rows` evenly."""
+  local = placement.local_devices()
   return local[: max(count for count in range(1, len(local) + 1) if rows % count == 0)]
 
 
 def full_batch(scale: Scale, vocab_size: int) -> TrajectoryBatch:
-  """Rows filled by one trajectory each, a quarter of it prompt, sampled at about uniform probabilities."""
+  """Makes a batch whose rows hold one trajectory each, a quarter of it prompt, sampled at uniform probabilities."""
+  # A trajectory fills its row: a prompt, then sampled tokens to the end.
   rng = np.random.default_rng(0)
   shape = (scale.rows, scale.tokens)
   positions = np.broadcast_to(np.arange(scale.tokens, dtype=np.int32), shape)
   sampled = positions >= scale.tokens // 4
+
+  # One reward per trajectory, 0 or 1, on its last token.
   rewards = np.zeros(shape, np.float32)
   rewards[:, -1] = rng.integers(0, 2, scale.rows)
+
   return TrajectoryBatch(
     token_ids=rng.integers(0, vocab_size, shape).astype(np.int32),
     segment_ids=np.ones(shape, np.int32),
@@ -87,9 +91,10 @@ def full_batch(scale: Scale, vocab_size: int) -> TrajectoryBatch:
 
 
 def train_step(scale: Scale) -> dict[str, Any]:
-  """Tokens per second and share of the GEMM limit of one critic plus one policy update, and the cost of a publish.
+  """Measures one critic plus one policy update: tokens per second, share of the GEMM limit, cost of a publish.
 
-  With the critic's attention frozen, which is the default of a run, and with nothing frozen, as the peers are.
+  Once with the critic's attention frozen, the default of a run, and once with nothing frozen, as in the other
+  frameworks.
   """
   return {
     "dense": _train_step(scale, scale.dense, DENSE_TRAINING),
@@ -98,6 +103,7 @@ def train_step(scale: Scale) -> dict[str, Any]:
 
 
 def _train_step(scale: Scale, config: ModelConfig, theirs: Mapping[str, float]) -> dict[str, Any]:
+  # Time the matrix product, both trainers and a publish in turn.
   gemm, gemm_flops = make_gemm(scale.gemm_size)
   trainers = {
     "attention_frozen": Trainer(scale, config, freeze=True),
@@ -105,6 +111,8 @@ def _train_step(scale: Scale, config: ModelConfig, theirs: Mapping[str, float]) 
   }
   steps = {key: trainer.step for key, trainer in trainers.items()}
   seconds = interleave({"gemm": gemm, **steps, "publish": trainers["attention_frozen"].publish}, scale.rounds)
+
+  # Compare each trainer with the product, round by round, and with the other frameworks.
   tokens = scale.rows * scale.tokens
   result: dict[str, Any] = {}
   for key, trainer in trainers.items():
@@ -112,6 +120,7 @@ def _train_step(scale: Scale, config: ModelConfig, theirs: Mapping[str, float]) 
     share = tokens * trainer.flops_per_token / gemm_flops * median_ratio(seconds["gemm"], seconds[key])
     over_peers = {f"over_{peer}": rate / peer_rate for peer, peer_rate in theirs.items()}
     result[key] = {"tokens_per_second": rate, "share_of_gemm": share} | over_peers
+
   return result | {
     "peers_tokens_per_second": dict(theirs),
     "publish_share_of_step": median_ratio(seconds["publish"], seconds["attention_frozen"]),
@@ -120,7 +129,7 @@ def _train_step(scale: Scale, config: ModelConfig, theirs: Mapping[str, float]) 
 
 
 def experts(scale: Scale) -> dict[str, Any]:
-  """The cost of more experts at fixed active work, relative to the fewest: of one layer, and of a whole train step."""
+  """Measures the cost of more experts at fixed active work, relative to the fewest, for one layer and a train step."""
   configs = {str(count): dataclasses.replace(scale.moe, num_experts=count) for count in scale.experts}
   layers = {count: _layer(scale, config) for count, config in configs.items()}
   steps = {count: Trainer(scale, config, freeze=True).step for count, config in configs.items()}
@@ -137,13 +146,13 @@ def _relative(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def _layer(scale: Scale, config: ModelConfig) -> Callable[[], object]:
-  """One MoE layer's forward and backward pass on the tokens of a batch."""
+  """Makes the forward and backward pass of one MoE layer on the tokens of a batch."""
   specs = {"moe": param_specs(config)["moe_layers"]["moe"]}
   params = jax.tree.map(lambda leaf: leaf[0], init_params(specs, jax.random.key(0))["moe"])
   x = jax.random.normal(jax.random.key(1), (scale.rows, scale.tokens, config.d_model), jnp.float32)
 
   def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    return jnp.mean(moe_feed_forward(params, x, config, None, DEFAULT_RULES)[0] * x, dtype=jnp.float32)
+    return jnp.mean(moe_feed_forward(params, x, config, ONE_DEVICE)[0] * x, dtype=jnp.float32)
 
   gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
   return lambda: jax.block_until_ready(gradients(params, x))

@@ -1,4 +1,4 @@
-"""Programs that a real run still compiles after its start: each of them stalls it, a large model's for minutes."""
+"""Programs that a real run still compiles after its start; each one stalls the run, for minutes with a large model."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 from sao_jax.benchmarks.scale import Scale
 from sao_jax.benchmarks.timing import on_compilation
 from sao_jax.config import RunConfig
-from sao_jax.learner import setup
+from sao_jax.learner import placement
 from sao_jax.report.metrics import read_metrics
 from sao_jax.training import loop, phases, sft
 
-SETTLED_STEPS = 3
+SETTLED_STEPS = 3  # train steps until a run should have compiled all its programs
 
 
 def recompilation(scale: Scale) -> dict[str, Any]:
   """Counts compilations, in all threads, between the dispatch of the third train step and that of the last one.
 
   Raises:
-    RuntimeError: the run ended early, for example by a signal; that nothing was compiled late would mean nothing then.
+    RuntimeError: when the run ended early, for example by a signal; a count of 0 would mean nothing then.
   """
   compiled: list[tuple[int, str]] = []
-  run = fit_to_devices(scale.run, len(setup.local_devices()))
+  run = fit_to_devices(scale.run, len(placement.local_devices()))
   with tempfile.TemporaryDirectory() as workdir:
-    sft.sft(run, workdir)
+    sft.sft(run, workdir)  # its compilations do not count
 
     def note(name: str) -> None:
       # The loop writes a step's metrics right after it has dispatched the next step.
@@ -34,10 +34,13 @@ def recompilation(scale: Scale) -> dict[str, Any]:
 
     with on_compilation(note):
       result = loop.train(run, workdir)
+
+    # A run that was cut short proves nothing.
     planned = phases.reinforcement_learning(run).steps
     if result.step != planned or planned <= SETTLED_STEPS:
       raise RuntimeError(f"the run made {result.step} train steps of {planned}: too few to count what it compiles late")
     lengths = [line["response_length_mean"] for line in read_metrics(workdir, "train")]
+
   late = [name for steps, name in compiled if SETTLED_STEPS <= steps < result.step]
   return {
     "train_steps": result.step,
@@ -50,7 +53,7 @@ def recompilation(scale: Scale) -> dict[str, Any]:
 
 
 def fit_to_devices(run: RunConfig, count: int) -> RunConfig:
-  """The run with its packed rows and slots rounded up to multiples of the devices that share them."""
+  """Rounds the run's packed rows and slots up to multiples of the devices that share them."""
   round_up = lambda size: -(-size // count) * count
   rollout = dataclasses.replace(run.rollout, row_counts=tuple(map(round_up, run.rollout.row_counts)))
   sampler = dataclasses.replace(run.sampler, num_slots=round_up(run.sampler.num_slots))

@@ -1,4 +1,7 @@
-"""The sizes of the measurements: the full ones, and tiny ones that only show that everything runs."""
+"""The sizes of the measurements: the full ones, and tiny ones that only show that everything runs.
+
+Beside them, the figures of other frameworks at the full sizes.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,29 @@ from sao_jax.config import (
 )
 from sao_jax.environments.calculator import Calculator
 
+# Tokens per second of other frameworks at the full scale's shapes, in fp32 on a 2-core CPU; measured once, for
+# orientation. tunix is version 0.1.7; "torch" is PyTorch with transformers (the dense model compiled). The train step
+# is one policy plus one critic update on [64 rows, 128 tokens], all parameters training.
+TUNIX_USEFUL_SAMPLING = 1.6e3  # tokens that were asked for; its sampler waits for the longest answer of a batch
+TUNIX_PADDED_SAMPLING = 5.1e3  # all tokens that it decoded
+DENSE_TRAINING = {"tunix": 4.2e3, "torch": 9.5e3}
+MOE_TRAINING = {"tunix": 2.2e3, "torch": 6.9e3}
+
 
 @dataclasses.dataclass(frozen=True)
 class LoopScale:
-  """What the loop's benchmark runs.
+  """Sizes of the loop's benchmark.
 
   Attributes:
-    mean_latency: seconds of an episode; long against the host's work for it, which is below 1 ms.
+    mean_latency: mean duration of an episode in seconds, long against the host's work for it, which is below 1 ms.
     steps: train steps of every run.
     batch_size: trajectories per step.
-    sigmas: of the logarithm of the latency.
-    train_times: of a step, in mean latencies.
+    sigmas: standard deviations to compare, of the logarithm of an episode's duration.
+    train_times: durations of a train step to compare, in mean latencies.
     placements: (slots, eta, tau) to compare; tau = -1 for no bound.
     fault_points: (sigma, train time, slots, eta, tau) to compare with and without faults.
-    timeout: of an episode in those, in mean latencies.
-    burn_seconds: of a reward function, while the event loop is watched.
+    timeout: time-out of an episode at the fault points, in mean latencies.
+    burn_seconds: seconds that a reward function computes while the event loop is watched.
   """
 
   mean_latency: float
@@ -50,18 +61,18 @@ class Scale:
 
   Attributes:
     dense: the dense transformer that is compared with other frameworks.
-    moe: the same with experts.
+    moe: the same transformer with experts.
     experts: numbers of experts to compare in `moe`.
     slots: numbers of slots to compare, all busy with `prompt_length` + `answer_length` tokens.
-    num_requests: with uneven answers, on the largest number of slots.
-    prompt_lengths: shortest and longest prompt of those.
-    answer_minimum, answer_maximum: of their budgets min(maximum, minimum · (1 + Pareto(1.5))).
+    num_requests: number of requests with uneven answers, for the largest number of slots.
+    prompt_lengths: shortest and longest prompt of these requests.
+    answer_minimum, answer_maximum: bounds of their budgets min(maximum, minimum · (1 + Pareto(1.5))).
     rows, tokens: shape [B, T] of a train step's batch.
-    micro_batches: of a train step.
-    gemm_size: of the square matrix product that is the limit.
+    micro_batches: number of micro-batches of a train step.
+    gemm_size: rows and columns of the matrices whose product is the limit.
     rounds: timed repetitions of everything.
-    run: whose compilations are counted.
-    loop: of the asynchronous loop's runs.
+    run: the run whose compilations are counted.
+    loop: sizes of the loop's benchmark.
   """
 
   dense: ModelConfig
@@ -84,18 +95,20 @@ class Scale:
 
 
 def calculator_run(imitation_steps: int, train_steps: int) -> RunConfig:
-  """Small calculators whose answers are of uneven lengths, because they have only begun to imitate.
+  """Configures a small calculator run whose answers have uneven lengths, since imitation has only begun.
 
-  A batch fills now less and now more than 16 rows, so that the buckets of the packed rows are put to the test too.
-  Every step is saved: on several devices the first save compiles the slices that each of them writes.
+  Batches fill fewer or more than 16 rows, so the buckets of the packed rows are tested too. Every step is saved: on
+  several devices, the first save compiles the slices that each of them writes.
   """
   return RunConfig(
     name="benchmark",
     environment=Calculator(),
+    # The networks, and how they learn.
     model=ModelConfig(num_experts=4),
     algorithm=AlgorithmConfig(critic_warmup_steps=1),
     policy_optimizer=OptimizerConfig(learning_rate=3e-4),
     critic_optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0),
+    # Several prefill buckets, row counts and turns: every program that a run of this size may need.
     sampler=SamplerConfig(
       num_slots=32, context_length=96, decode_steps=4, prefill_buckets=(8, 16, 96), prefill_batch=8
     ),
@@ -108,6 +121,7 @@ def calculator_run(imitation_steps: int, train_steps: int) -> RunConfig:
       row_lengths=(96,),
       row_counts=(16, 24, 40),
     ),
+    # Short phases.
     sft=SFTConfig(
       steps=imitation_steps,
       batch_size=32,
@@ -178,9 +192,3 @@ QUICK = Scale(
     burn_seconds=0.1,
   ),
 )
-
-
-TUNIX_USEFUL_SAMPLING = 1.6e3  # tokens that were asked for; its sampler waits for the longest answer of a batch
-TUNIX_PADDED_SAMPLING = 5.1e3  # all tokens that it decoded
-DENSE_TRAINING = {"tunix": 4.2e3, "torch": 9.5e3}
-MOE_TRAINING = {"tunix": 2.2e3, "torch": 6.9e3}

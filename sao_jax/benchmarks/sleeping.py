@@ -22,13 +22,13 @@ NUM_PROMPTS = 100_000
 
 @dataclasses.dataclass(frozen=True)
 class Sleeping:
-  """Episodes of one turn that last exp(N(mu, sigma^2)) seconds, `mean` on average; some raise at once, some hang.
+  """Settings of episodes of one turn that last exp(N(mu, sigma^2)) seconds, `mean` on average; some raise, some hang.
 
-  What becomes of an episode depends on `seed` and its prompt's key alone.
+  The fate of an episode depends on `seed` and its prompt's key alone.
   """
 
   mean: float  # seconds
-  sigma: float  # of the logarithm
+  sigma: float  # standard deviation of the logarithm of the seconds
   seed: int = 0
   raising: float = 0.0  # fraction of the episodes
   hanging: float = 0.0  # fraction of the episodes
@@ -46,7 +46,7 @@ class Sleeping:
     return SleepingPrompts()
 
   def episode(self, key: PromptKey) -> Episode:
-    """What happens to the episode on this prompt; endless when it hangs."""
+    """Draws the duration of the episode on this prompt, infinite when it hangs, and whether it fails."""
     rng = np.random.default_rng([self.seed, key.epoch, key.id])
     seconds = self.mean * math.exp(self.sigma * rng.standard_normal() - self.sigma**2 / 2)
     fault = rng.random()
@@ -68,7 +68,7 @@ class SleepingPrompts(Sequence[Prompt]):
 
 
 class SleepingEpisode(Environment):
-  """Answers the only action after its wait."""
+  """An episode that answers its only action after a wait."""
 
   name = Sleeping.name
 
@@ -90,7 +90,7 @@ class SleepingEpisode(Environment):
 
 
 def burn(seconds: float) -> float:
-  """A reward function that computes in Python for so long, and so holds the interpreter's lock most of the time."""
+  """Computes in Python for so many seconds of CPU, as a reward function that mostly holds the interpreter's lock."""
   end = time.thread_time() + seconds
   while time.thread_time() < end:
     pass
@@ -98,7 +98,7 @@ def burn(seconds: float) -> float:
 
 
 class InstantSampler:
-  """Answers every request at once with a stop token, stamped with `version`."""
+  """A sampler that answers every request at once with a stop token, stamped with `version`."""
 
   def __init__(self) -> None:
     self.version, self.error = 0, None

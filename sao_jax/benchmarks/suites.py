@@ -1,4 +1,4 @@
-"""All measurements by name, and the machine that they are of."""
+"""All measurements by name, the machine they were taken on, and tables of their figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUITES: dict[str, Callable[[Scale], dict[str, Any]]] = {
 
 
 def machine() -> dict[str, Any]:
-  """Where the figures come from."""
+  """Describes the machine on which the figures are taken."""
   device = jax.local_devices()[0]
   return {
     "platform": device.platform,
@@ -39,7 +39,7 @@ def machine() -> dict[str, Any]:
 
 
 def flatten(results: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-  """{"dense": {"rate": 1}} -> {"dense/rate": 1}."""
+  """Flattens nested results: {"dense": {"rate": 1}} -> {"dense/rate": 1}."""
   flat: dict[str, Any] = {}
   for key, value in results.items():
     flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -47,7 +47,7 @@ def flatten(results: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def tables(name: str, results: dict[str, Any]) -> list[rich.table.Table]:
-  """The tables of a suite."""
+  """Makes the tables of a suite: one for each list of records, then one of all single figures."""
   records = {
     key: value for key, value in results.items() if isinstance(value, list) and value and isinstance(value[0], dict)
   }
@@ -59,7 +59,7 @@ def tables(name: str, results: dict[str, Any]) -> list[rich.table.Table]:
 
 
 def _of_records(title: str, rows: list[dict[str, Any]]) -> rich.table.Table:
-  """One row per record; the parts of a figure ("real", "model") share a cell, and the title names them."""
+  """Makes a table with a row per record; the parts of a figure ("real", "model") share a cell, named by the title."""
   parts = next(("/".join(value) for value in rows[0].values() if isinstance(value, dict)), "")
   table = rich.table.Table(title=f"{title} {parts}", box=rich.box.SIMPLE)
   for key in rows[0]:

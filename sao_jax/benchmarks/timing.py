@@ -1,7 +1,10 @@
-"""How things are timed: alternatives in turn, medians over rounds, a matrix product as the limit, compilations counted.
+"""Timing of alternatives in turn, with a matrix product as the limit, and the FLOPs that the mathematics needs.
 
 A machine's speed drifts (heat, neighbours), so no two figures of different minutes are compared: every ratio is taken
 between calls that follow each other, and the median over the rounds is reported.
+
+FLOPs are two per weight that a token meets in a matrix product. Attention scores, norms, softmax, the optimiser and
+everything that is computed twice are left out, so a share of the machine's limit is never flattered.
 """
 
 from __future__ import annotations
@@ -16,28 +19,30 @@ import jax
 import jax.numpy as jnp
 
 from sao_jax.config import ModelConfig
+from sao_jax.models.critic import critic_specs
 from sao_jax.models.moe import EXPERT_WEIGHTS
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_param_specs
 from sao_jax.parallel.params import Specs, path_name
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def interleave(alternatives: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-  """Seconds of every alternative in every round; each round calls all of them, in order.
+  """Times all alternatives in turn, in every round; returns the seconds of each, by round.
 
-  A round that is not timed comes first and compiles what there is to compile.
+  A first round, which is not timed, compiles all programs.
 
   Args:
     alternatives: functions that return when their work is done, not when it is dispatched.
-    rounds: how many are timed.
+    rounds: number of timed rounds.
 
   Raises:
-    RuntimeError: something was compiled while it was timed.
+    RuntimeError: when something was compiled while it was timed.
   """
   for run in alternatives.values():
     run()
+
+  # Round by round, so that all alternatives see the same drift of the machine.
   seconds: dict[str, list[float]] = {name: [] for name in alternatives}
   compiled: list[str] = []
   with on_compilation(compiled.append):
@@ -46,13 +51,14 @@ def interleave(alternatives: Mapping[str, Callable[[], object]], rounds: int) ->
         start = time.perf_counter()
         run()
         seconds[name].append(time.perf_counter() - start)
+
   if compiled:
     raise RuntimeError(f"compiled while timed, so nothing can be said: {', '.join(compiled)}")
   return seconds
 
 
 def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-  """Median over rounds of numerator / denominator, both of the same round."""
+  """Computes the median over rounds of numerator / denominator, both taken in the same round."""
   return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
@@ -73,16 +79,16 @@ def on_compilation(callback: Callable[[str], object]) -> Iterator[None]:
 
 
 def make_gemm(size: int) -> tuple[Callable[[], object], float]:
-  """A square fp32 matrix product of this size, and its FLOPs: what the machine can do at best."""
+  """Makes a square fp32 matrix product of this size, the machine's limit; returns it and its FLOPs."""
   matrix = jnp.full((size, size), 1.0 / size, jnp.float32)
   multiply = jax.jit(lambda a, b: a @ b)
   return lambda: jax.block_until_ready(multiply(matrix, matrix)), 2.0 * size**3
 
 
 def matmul_weights(specs: Specs, config: ModelConfig) -> dict[str, float]:
-  """For every matrix the number of its weights that one token meets, by name; of the experts, the active ones.
+  """Counts the weights of every matrix that one token meets, by name; of the experts, the active ones.
 
-  For untied models: the embedding is looked up, not multiplied.
+  The count holds for untied embeddings: the input embedding is looked up, not multiplied.
   """
   experts = {f"moe_layers/moe/{name}" for name in EXPERT_WEIGHTS}
   weights = {}
@@ -95,16 +101,17 @@ def matmul_weights(specs: Specs, config: ModelConfig) -> dict[str, float]:
 
 
 def decode_flops(config: ModelConfig) -> float:
-  """FLOPs of one sampled token: a forward pass of the policy."""
+  """Counts the FLOPs of one sampled token: a forward pass of the policy."""
   return 2.0 * sum(matmul_weights(param_specs(config), config).values())
 
 
 def train_flops(config: ModelConfig, frozen_value_paths: frozenset[str] = frozenset()) -> float:
-  """FLOPs per token of one policy and one critic update: forward, gradients of activations, gradients of weights.
+  """Counts the FLOPs per token of one policy and one critic update.
 
-  Frozen weights have no gradient, but the gradients of the activations still pass through them.
+  These are the forward pass, the gradients of the activations and the gradients of the weights. Frozen weights have no
+  gradient, but the gradients of the activations still pass through them.
   """
   policy = matmul_weights(param_specs(config), config)
-  critic = matmul_weights(value_param_specs(config), config)
+  critic = matmul_weights(critic_specs(config), config)
   frozen = sum(count for name, count in critic.items() if name in frozen_value_paths)
   return 6.0 * (sum(policy.values()) + sum(critic.values())) - 2.0 * frozen

@@ -1,8 +1,9 @@
-"""Conversations as token ids, turn by turn: what the policy sampled is kept id by id and never tokenised again.
+"""Conversations as token ids, turn by turn: sampled ids are kept as they are and never tokenised again.
 
-A turn of the policy is what it sampled, its stop token included. What follows it (the template's text behind the turn,
-the observations, the start of the next turn) is the *suffix* of the template's rendering, so the whole equals what the
-template makes of the conversation. What the policy wrote is encoded only as part of the prompt of a new segment.
+A turn of the policy consists of the tokens that it sampled, its stop token included. The text behind a turn (the
+template's own, the observations, the start of the next turn) is the *suffix* of the template's rendering, so the whole
+equals the template's rendering of the conversation. The policy's own text is encoded only where a rewriting template
+makes it part of the prompt of a new segment.
 """
 
 from __future__ import annotations
@@ -19,26 +20,35 @@ from sao_jax.chat.hf_tokenizer import HFTokenizer
 from sao_jax.chat.quotes import Quotes
 from sao_jax.chat.segments import Segment, SegmentRecorder
 from sao_jax.chat.template import ChatTemplate, Message
+from sao_jax.chat.tool_calls import END_THINK, THINK
 from sao_jax.errors import ConfigError
 
 Tools = Sequence[Mapping[str, Any]] | None
-THINK, END_THINK = "<think>", "</think>"
 
 
 class ChatRenderer:
   """A folder's tokenizer and chat template. It has no state of a conversation; safe to share by threads.
 
+  >>> renderer = ChatRenderer(HFTokenizer(folder))  # a folder with tokenizer.json and a chat template
+  >>> ids = renderer.prompt_ids([{"role": "user", "content": "What does <|im_end|> mean?"}])
+  >>> print(renderer.tokenizer.decode(ids), end="")
+  <|im_start|>user
+  What does <|im_end|> mean?<|im_end|>
+  <|im_start|>assistant
+  >>> ids.tolist().count(renderer.turn_end_id)  # the user's text forges no control token
+  1
+
   Attributes:
-    tokenizer: the tokenizer.
+    tokenizer: the folder's tokenizer.
     stop_ids: tokens that end a turn: the tokenizer's, and those that the template itself writes behind a turn.
-    turn_end_id: what ends a turn that a user's message follows.
+    turn_end_id: token that ends a turn when a user's message follows.
   """
 
   def __init__(self, tokenizer: HFTokenizer, *, options: Mapping[str, Any] | None = None):
     """Compiles the folder's template and finds out how it ends a turn.
 
     Args:
-      tokenizer: of a folder with a chat template.
+      tokenizer: the tokenizer; its folder has a chat template.
       options: variables for the template, such as {"enable_thinking": False}.
 
     Raises:
@@ -52,13 +62,13 @@ class ChatRenderer:
     self.stop_ids = tuple(dict.fromkeys([*tokenizer.stop_ids, *(end for end in ends if end is not None)]))
 
   def start(self, messages: Sequence[Message], tools: Tools = None, *, rewrite: str = "segment") -> ChatSession:
-    """Begins a conversation, see `ChatSession`."""
+    """Begins a conversation; the arguments are those of `ChatSession`."""
     return ChatSession(self, messages, tools, rewrite=rewrite)
 
   def prompt_ids(
     self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = True
   ) -> Int[np.ndarray, "n"]:
-    """Token ids of a whole conversation, with exactly one begin-of-sequence token if the tokenizer has them.
+    """Encodes a whole conversation, with exactly one begin-of-sequence token if the tokenizer has them.
 
     Names of control tokens inside messages and tools stay text.
     """
@@ -72,17 +82,17 @@ class ChatRenderer:
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
   ) -> str:
-    """The template's text, in which names of control tokens inside messages are hidden by `quotes`."""
+    """Renders the conversation with the template; `quotes` hide the names of control tokens inside messages."""
     hide = self.quotes.hide
     now = now or datetime.datetime.now()
     return self.template.render(hide(messages), hide(tools), add_generation_prompt=add_generation_prompt, now=now)
 
   def encode(self, rendered: str) -> Int[np.ndarray, "n"]:
-    """Ids of a part of a rendering that starts behind the beginning of the sequence."""
+    """Encodes a part of a rendering that does not begin the sequence."""
     return self.tokenizer.encode_with_specials(rendered, self.quotes.reveal)
 
   def encode_start(self, rendered: str) -> Int[np.ndarray, "n"]:
-    """Ids of a rendering from its beginning on.
+    """Encodes a rendering from its beginning on.
 
     Raises:
       ConfigError: when the template begins with two begin-of-sequence tokens.
@@ -95,10 +105,10 @@ class ChatRenderer:
     return ids
 
   def behind_stop(self, suffix_ids: Int[np.ndarray, "n"], stop_id: int | None) -> Int[np.ndarray, "n"]:
-    """The part of a suffix that stands behind a sampled stop token.
+    """Returns the part of a suffix that is still to be appended behind a sampled stop token.
 
-    The stop token that the template writes there (blanks may precede it) is the sampled one. If the policy stopped
-    with another one, or was cut, the template's own is appended as well.
+    The suffix begins with the stop token that the template writes there (blanks may precede it). It is left out when
+    the policy has sampled it. If the policy stopped with another token, or was cut, all of the suffix is appended.
     """
     controls = [place for place, token in enumerate(suffix_ids.tolist()) if token in self.tokenizer.control_ids]
     if stop_id is None or not controls or suffix_ids[controls[0]] != stop_id:
@@ -107,7 +117,8 @@ class ChatRenderer:
     return suffix_ids[controls[0] + 1 :] if blank else suffix_ids
 
   def _turn_end(self, next_role: str) -> int | None:
-    """The control token with which the template ends a turn before a message of `next_role`, if it has one."""
+    """Finds the control token with which the template ends a turn before a message of `next_role`, if it has one."""
+    # The assistant's text must stand in the rendering exactly once: all that follows a turn is found by it.
     turn = {"role": "assistant", "content": self.quotes.turn}
     opening = [{"role": "user", "content": "a"}, turn]
     if self.render(opening, None, add_generation_prompt=False).count(self.quotes.turn) != 1:
@@ -116,10 +127,13 @@ class ChatRenderer:
         f"{self.template.name} does not show what an assistant said exactly once and verbatim.",
         "Use a template that does, so that sampled tokens have a place in it.",
       )
+
     try:
       rendered = self.render([*opening, {"role": next_role, "content": "b"}], None)
     except ConfigError:
       return None  # a template without tools refuses the role
+
+    # The first token behind the turn ends it, if it is a control token.
     suffix = self.encode(rendered.partition(self.quotes.turn)[2])
     first = int(suffix[0]) if len(suffix) else None
     return first if first in self.tokenizer.control_ids else None
@@ -127,15 +141,15 @@ class ChatRenderer:
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-  """What the harness appends behind a turn.
+  """The tokens that follow a turn without being sampled.
 
   Attributes:
-    token_ids: int32 [n], none of them sampled: observations and the start of the next turn; for a new segment its
-      whole prompt.
-    new_segment: the template has rewritten what came before, so the ids replace the context instead of extending it.
-    exact: the context, up to how sampled text was tokenised, is what the template makes of the conversation. It is not
-      where the template changes white space around a turn, where the policy stopped with a token that the template does
-      not write, and where a rewriting was overruled.
+    token_ids: int32 [n], the observations and the start of the next turn; for a new segment its whole prompt.
+    new_segment: True when the template has rewritten earlier text, so the ids replace the context instead of extending
+      it.
+    exact: True when the context, up to how sampled text was tokenised, equals the template's rendering of the
+      conversation. It differs where the template changes white space around a turn, where the policy stopped with a
+      token that the template does not write, and where `rewrite="keep"` has overruled a rewriting.
   """
 
   token_ids: Int[np.ndarray, "n"]
@@ -147,21 +161,21 @@ class ChatSession:
   """One conversation: `prompt_ids`, then `act` and `observe` in turn.
 
   Attributes:
-    prompt_ids: int32 [n], what the first turn is sampled from.
+    prompt_ids: int32 [n], the context of the first turn.
   """
 
   def __init__(
     self, renderer: ChatRenderer, messages: Sequence[Message], tools: Tools = None, *, rewrite: str = "segment"
   ):
-    """Begins the conversation; templates that print the date print today's until its end.
+    """Begins the conversation. A template that prints the date goes on printing today's, also after midnight.
 
     Args:
       renderer: the tokenizer and template.
-      messages: what precedes the first turn.
+      messages: the messages before the first turn.
       tools: JSON schemas of the tools.
-      rewrite: what happens when the template rewrites history. "segment": a new segment begins with the rewritten
-        conversation as its prompt, as a deployed model would see it. "keep": the context is extended all the same, so
-        the policy goes on seeing what it wrote. White space that a template changes around a turn is no rewriting.
+      rewrite: "segment" or "keep", the choice when the template rewrites history. "segment" begins a new segment with
+        the rewritten conversation as its prompt, as a deployed model would see it. "keep" extends the context all the
+        same, so the policy goes on seeing what it wrote. Changed white space around a turn is no rewriting.
 
     Raises:
       ConfigError: for another `rewrite`, or a conversation that the template refuses.
@@ -172,22 +186,27 @@ class ChatSession:
     self._now = datetime.datetime.now()
     self._messages, self._tools = renderer.quotes.hide(messages), renderer.quotes.hide(tools)
     self._recorder = SegmentRecorder()
-    self._said: str | None = None  # the turn that no observation has followed yet, names of control tokens hidden
+
+    # The open turn: its text, names of control tokens hidden, and its stop token.
+    self._said: str | None = None
     self._stop_id: int | None = None
-    self._rendered = self._render(self._messages)  # what the template makes of the conversation
-    self._context = self._rendered  # what the policy sees, as text
+
+    # Two texts that differ once a rewriting is overruled: the template's rendering, and the policy's context.
+    self._rendered = self._render(self._messages)
+    self._context = self._rendered
     self.prompt_ids = renderer.encode_start(self._rendered)
     self._recorder.start(self.prompt_ids)
 
   @property
   def segments(self) -> tuple[Segment, ...]:
-    """Everything so far, with the mask of what was sampled."""
+    """Everything so far, with the masks of sampled tokens."""
     return self._recorder.segments
 
   def action_ids(self, text: str) -> Int[np.ndarray, "n"]:
-    """Ids of the next turn if the assistant says the text, as the template lays it out: for demonstrations.
+    """Encodes the next turn as if the assistant said the text, for demonstrations.
 
-    What the template puts before the text (an empty thinking block, say) and the end of the turn are part of it.
+    The turn is laid out by the template: its text before the assistant's (an empty thinking block, say) and the end of
+    the turn are included.
     """
     quotes = self._renderer.quotes
     turn = {"role": "assistant", "content": quotes.turn}
@@ -198,10 +217,10 @@ class ChatSession:
     return np.concatenate([self._renderer.encode(lead + quotes.hide_turn(text)), end])
 
   def act(self, action_ids: Int[np.ndarray, "n"]) -> str:
-    """Takes what the policy sampled in one turn, its stop token included.
+    """Takes the tokens that the policy sampled in one turn, its stop token included.
 
     Returns:
-      What the assistant said: the text without the stop token. Where the template has already opened the thinking, the
+      The text that the assistant said, without the stop token. Where the template has already opened the thinking, the
       text starts with that opening, so that thinking is always delimited on both sides.
     """
     if self._said is not None:
@@ -214,13 +233,15 @@ class ChatSession:
     return self._opening() + text
 
   def observe(self, messages: Sequence[Message]) -> Continuation:
-    """Takes at least one message that answers the turn, and goes on to the next turn.
+    """Takes the messages that answer the turn, at least one, and returns the tokens that lead to the next turn.
 
     Raises:
       ConfigError: when the template refuses the messages, or does not show the turn where `rewrite` is "keep".
     """
     if self._said is None or not messages:
       raise ValueError("observations follow a turn, and there is at least one")
+
+    # Render the conversation with a stand-in for the turn: the text behind the stand-in is the suffix.
     answers = self._renderer.quotes.hide(messages)
     turn = {"role": "assistant", "content": self._opening() + self._said}
     sought = {"role": "assistant", "content": self._renderer.quotes.turn}
@@ -232,6 +253,8 @@ class ChatSession:
         f"{self._renderer.template.name} does not show the last turn exactly once, so nothing can be put behind it.",
         'Use rewrite="segment", or a template that keeps the turns of assistants.',
       )
+
+    # Render it with the turn itself: does that extend the last rendering, or rewrite it?
     self._messages += [turn, *answers]
     rendered = self._render(self._messages)
     extends = located and (self._rewrite == "keep" or self._extends(rendered, suffix))
@@ -240,6 +263,8 @@ class ChatSession:
       self._context, ids = rendered, self._renderer.encode_start(rendered)
       self._recorder.start(ids)
       return Continuation(ids, new_segment=True, exact=True)
+
+    # Extend the context by the suffix, without the stop token if the policy has sampled that itself.
     suffix_ids = self._renderer.encode(suffix)
     ids = self._renderer.behind_stop(suffix_ids, self._stop_id)
     is_other_stop = self._stop_id is not None and len(ids) == len(suffix_ids)
@@ -249,7 +274,7 @@ class ChatSession:
     return Continuation(ids, new_segment=False, exact=self._context == rendered)
 
   def _extends(self, rendered: str, suffix: str) -> bool:
-    """Whether the new rendering is the last one, then what was said, then the suffix, but for white space."""
+    """Compares the new rendering with the last one + the turn + the suffix; True if only white space differs."""
     if rendered == f"{self._rendered}{self._said}{suffix}":
       return True
     before = rendered.removesuffix(suffix)
@@ -257,7 +282,7 @@ class ChatSession:
     return same and rendered.endswith(suffix)
 
   def _opening(self) -> str:
-    """The part of the prompt that opened the thinking of the turn, if it did."""
+    """Returns the part of the prompt that has opened the thinking of the turn, "" if none has."""
     place = self._rendered.rstrip().rfind(THINK)
     is_open = place >= 0 and self._rendered.rstrip().endswith(THINK)
     return self._rendered[place:] if is_open else ""

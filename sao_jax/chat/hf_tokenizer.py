@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders, through the `tokenizers` package (the extra `hf`)."""
+"""The tokenizer of a Hugging Face folder, through the `tokenizers` package (the extra `hf`)."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class HFTokenizer:
 
   Control tokens are those that text must not forge: the ones that tokenizer.json calls special, the ones that look
   like `<|user|>`, and the ones that the folder's settings name (begin, end, stop, ...). `encode` never produces one.
-  Markup that the folder keeps as ordinary added tokens (`<think>`, `<tool_call>`) is read wherever it stands, as the
-  published inference engines do.
+  Markup that the folder keeps as ordinary added tokens (`<think>`, `<tool_call>`) is read wherever it stands, as in
+  the published inference engines.
 
   Attributes:
-    folder: where it was read from.
+    folder: the folder that it was read from.
     vocab_size: one more than the largest id; a model may have more rows.
     control_ids: ids of the control tokens.
     bos_id: the begin-of-sequence token, None where the folder has none.
     eos_id: the end-of-sequence token of tokenizer_config.json, else the first of `stop_ids`.
     pad_id: the padding token, else `eos_id`. Masks never come from ids.
     stop_ids: ids that end a turn: `eos_token_id` of generation_config.json, else `eos_id`.
-    adds_bos: whether a sequence starts with `bos_id`.
+    adds_bos: True when a sequence starts with `bos_id`.
     token_names: the tokens that the settings name, for chat templates: {"eos_token": "<|im_end|>", ...}.
   """
 
@@ -45,12 +45,15 @@ class HFTokenizer:
     Raises:
       ConfigError: when the package or a file is missing, or the tokenizer cannot be used turn by turn.
     """
+    # The folder's files; tokenizer_config.json has the last word.
     self.folder = pathlib.Path(folder)
     declared = read_json(self.folder / "tokenizer.json", "Save it with a fast tokenizer's `save_pretrained`.")
     settings = {
       **read_json(self.folder / "special_tokens_map.json"),
       **read_json(self.folder / "tokenizer_config.json"),
     }
+
+    # Tokens with a role, by the names that the settings give them.
     self.token_names = {role: _content(settings[role]) for role in ROLES if settings.get(role) is not None}
     named = {
       role: self._declared_id(declared, self.token_names[role])
@@ -61,6 +64,7 @@ class HFTokenizer:
     self.bos_id, self.eos_id = named.get("bos_token"), named.get("eos_token", self.stop_ids[0])
     self.pad_id = named.get("pad_token", self.eos_id)
 
+    # Control tokens: text must not forge them, so all of them become special.
     self.control_ids = frozenset(
       token["id"]
       for token in declared["added_tokens"]
@@ -71,6 +75,7 @@ class HFTokenizer:
       token["special"] = True  # so that one switch turns all of them into text
     self._controls = {token["content"]: token["id"] for token in controls}
     self._split = _splitter(controls)
+
     self._tokenizer = self._load(declared)
     self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
     self.adds_bos = self.bos_id is not None and bool(
@@ -80,11 +85,11 @@ class HFTokenizer:
 
   @property
   def control_names(self) -> tuple[str, ...]:
-    """How the control tokens are written."""
+    """The names of the control tokens, as they are written."""
     return tuple(self._controls)
 
   def id_of(self, name: str) -> int:
-    """The id of a token by its exact name, as in `id_of("<|im_end|>")`.
+    """Looks up the id of a token by its exact name, as in `id_of("<|im_end|>")`.
 
     Raises:
       ConfigError: when the tokenizer has no such token.
@@ -95,7 +100,7 @@ class HFTokenizer:
     return found
 
   def encode(self, text: str) -> Int[np.ndarray, "n"]:
-    """Ids of any text as int32; the characters `<|im_end|>` become ordinary tokens, never the control token.
+    """Encodes any text as int32 ids; the characters `<|im_end|>` become ordinary tokens, never the control token.
 
     Raises:
       UnicodeEncodeError: for half a surrogate pair, as `ByteTokenizer` does.
@@ -104,11 +109,11 @@ class HFTokenizer:
     return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
   def encode_with_specials(self, template: str, restore: Callable[[str], str] = str) -> Int[np.ndarray, "n"]:
-    """Ids of *trusted* text in which the names of control tokens stand for the tokens; nothing is added around it.
+    """Encodes *trusted* text in which the names of control tokens stand for the tokens; adds nothing around it.
 
     Args:
       template: the text.
-      restore: applied to the text between control tokens before it is encoded; what it puts in is plain text.
+      restore: function applied to the text between control tokens before it is encoded; its result is plain text.
     """
     pieces = self._split.split(template)  # text, control token, text, ..., text
     ids = []
@@ -120,7 +125,7 @@ class HFTokenizer:
     return np.concatenate(ids)
 
   def decode(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str:
-    """Text with control tokens by name; invalid UTF-8 and ids without a token (padded rows of a model) as U+FFFD.
+    """Decodes ids to text: control tokens by name, invalid UTF-8 and ids of a model's padded rows as U+FFFD.
 
     Raises:
       ValueError: for negative ids.
@@ -138,7 +143,7 @@ class HFTokenizer:
     return "".join([*pieces, self._tokenizer.decode(run, skip_special_tokens=False)])
 
   def decode_bytes(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str | None:
-    """Text of ids that are all ordinary tokens of valid UTF-8 (U+FFFD itself not allowed), else None."""
+    """Decodes ids that are all ordinary tokens of valid UTF-8 (U+FFFD itself not allowed); else returns None."""
     ids = np.asarray(token_ids, dtype=np.int64)
     if ids.size and (int(ids.min()) < 0 or not self.control_ids.isdisjoint(ids.tolist())):
       return None
@@ -170,24 +175,29 @@ class HFTokenizer:
       raise ConfigError(
         "tokenizer", f"The package tokenizers is not installed ({error}).", "Run: pip install -e '.[hf]'"
       ) from error
+
     try:
       tokenizer = tokenizers.Tokenizer.from_str(json.dumps(declared))
     except Exception as error:  # the package raises plain exceptions
       raise ConfigError(
         "tokenizer", f"tokenizer.json of {self.folder} cannot be read: {error}", "Save the folder again."
       ) from error
-    tokenizer.no_truncation()  # a saved file may carry both
+
+    # A saved file may carry settings for truncation and padding.
+    tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # control tokens become text; `encode_with_specials` puts them in by id
     return tokenizer
 
   def _check(self) -> None:
+    """Refuses a tokenizer whose turns cannot be joined, or whose text can forge control tokens."""
     if self.decode(np.concatenate([self.encode(" a\n"), self.encode("a")])) != " a\na":
       raise ConfigError(
         "tokenizer",
         f"The tokenizer of {self.folder} changes blanks at the start of a text, so turns cannot be joined.",
         "Use a byte-level tokenizer without a prefix space, as those of Qwen and GLM.",
       )
+
     forged = [name for name, token_id in self._controls.items() if token_id in self.encode(name)]
     if forged:
       raise ConfigError(
@@ -198,7 +208,7 @@ class HFTokenizer:
 
 
 def read_json(path: pathlib.Path, remedy: str | None = None) -> dict[str, Any]:
-  """The object in a JSON file; without a remedy, {} when there is no such file.
+  """Reads the object in a JSON file. A missing file is an empty object, or an error when there is a `remedy` for it.
 
   Raises:
     ConfigError: when the file is missing and has a remedy, or holds no JSON object.
@@ -221,7 +231,7 @@ def _content(token: str | dict[str, Any]) -> str:
 
 
 def _splitter(controls: Sequence[dict[str, Any]]) -> re.Pattern[str]:
-  """Splits text at control tokens, longest first, with the blanks that a token is declared to take with it."""
+  """Makes the pattern that splits text at control tokens, longest first, blanks included where a token takes them."""
   names = sorted(controls, key=lambda token: -len(token["content"]))
   patterns = [
     (r"\s*" if token["lstrip"] else "") + re.escape(token["content"]) + (r"\s*" if token["rstrip"] else "")

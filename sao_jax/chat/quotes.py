@@ -1,4 +1,4 @@
-"""Keeps what messages say apart from what a chat template writes, through a rendering that mixes both."""
+"""Keeps the text of messages apart from the text of a chat template, through a rendering that mixes both."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from sao_jax.errors import ConfigError
 
-# What assistants write and templates look for in their turns, even where a tokenizer calls these tokens special.
+# Markup that assistants write and templates look for in their turns, even where a tokenizer calls the tokens special.
 TURN_MARKUP = frozenset(
   f"<{slash}{name}>" for name in ("think", "tool_call", "arg_key", "arg_value") for slash in ("", "/")
 )
 
 
 class Quotes:
-  """Stand-ins for the names of control tokens inside messages, and for a turn whose place in a rendering is sought.
+  """Stand-ins for the names of control tokens inside messages, and for a turn, so that its place can be found again.
 
   A stand-in is made of lower-case letters and digits that nobody can guess, so that it passes unchanged through JSON,
   stripping and splitting, and no message can contain it.
@@ -30,10 +30,10 @@ class Quotes:
     self._hidden = _any_of(control_names)
     self._hidden_in_turns = _any_of([name for name in control_names if name not in TURN_MARKUP])
     self._shown = re.compile(f"{nonce}x[0-9]+x")
-    self.turn = f"{nonce}turn"  # stands for all that an assistant said in one turn
+    self.turn = f"{nonce}turn"  # the stand-in for the whole text of a turn
 
   def hide(self, value: Any) -> Any:
-    """The JSON value with stand-ins in all its strings; tuples become lists.
+    """Puts stand-ins into all strings of a JSON value; tuples become lists.
 
     Raises:
       ConfigError: for values that JSON does not have.
@@ -51,11 +51,11 @@ class Quotes:
     )
 
   def hide_turn(self, text: str) -> str:
-    """What an assistant said, with stand-ins for all control tokens but its own markup."""
+    """Puts stand-ins into an assistant's turn, for all control tokens but the markup that assistants write."""
     return self._hidden_in_turns.sub(lambda match: self._stand_ins[match.group()], text)
 
   def reveal(self, text: str) -> str:
-    """The text with the names of control tokens back in place.
+    """Puts the names of control tokens back into the text.
 
     Raises:
       ConfigError: when the template changed a stand-in, as `upper` does.

@@ -1,9 +1,9 @@
 """Episodes whose context was replaced on the way: several segments, each with a prompt of its own.
 
-A template that rewrites history (it drops earlier thinking, say) breaks the prefix that the policy has seen. What was
-sampled before stays in the segment in which it was sampled; the rewritten history is the next segment's prompt. So
-every sampled token is trained once, under the context it was sampled in, and the episode's one reward stands on its
-last one.
+A template that rewrites history (drops earlier thinking, say) breaks the prefix that the policy has seen. Tokens
+sampled before the rewriting stay in the segment in which they were sampled, and the rewritten history is the next
+segment's prompt. So every sampled token is trained once, in the context in which it was sampled, and the episode's one
+reward stands on its last sampled token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Segment:
   """One context: a prompt, then actions and observations in the order in which they were appended.
 
   Attributes:
-    token_ids: int32 [T].
+    token_ids: int32 [T], all tokens of the segment.
     action_mask: bool [T], True on sampled tokens, stop tokens included.
   """
 

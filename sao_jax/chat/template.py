@@ -11,11 +11,11 @@ from typing import Any
 from sao_jax.chat.hf_tokenizer import read_json
 from sao_jax.errors import ConfigError
 
-Message = Mapping[str, Any]  # "role", "content", and what else the template reads; JSON values
+Message = Mapping[str, Any]  # "role", "content", and other keys that the template reads; JSON values
 
 
 def load_templates(folder: pathlib.Path) -> dict[str, str]:
-  """Name -> source of a folder's templates; the main one is called "default".
+  """Reads the templates of a folder as name -> source; the main one is called "default".
 
   Files (chat_template.jinja, additional_chat_templates/NAME.jinja) come before `chat_template` of
   tokenizer_config.json, which is one source or a list of {"name": ..., "template": ...}.
@@ -43,11 +43,12 @@ class ChatTemplate:
   """The compiled templates of one folder, rendered in a sandbox as transformers does. Safe to share by threads."""
 
   def __init__(self, folder: pathlib.Path, variables: Mapping[str, Any]):
-    """Compiles them.
+    """Compiles the templates of a folder.
 
     Args:
-      folder: see `load_templates`.
-      variables: what templates may read besides the conversation: token names and options such as `enable_thinking`.
+      folder: a Hugging Face folder, read by `load_templates`.
+      variables: values that templates may read besides the conversation: token names and options such as
+        `enable_thinking`.
 
     Raises:
       ConfigError: when the package jinja2 is missing, there is no template, or one has a syntax error.
@@ -70,13 +71,13 @@ class ChatTemplate:
     add_generation_prompt: bool,
     now: datetime.datetime,
   ) -> str:
-    """The conversation as text. Keys of messages whose value is None are left out.
+    """Renders the conversation as text. Keys of messages whose value is None are left out.
 
     Args:
-      messages: the conversation.
+      messages: the messages of the conversation.
       tools: JSON schemas of the tools; a template called "tool_use" is for conversations with tools.
-      add_generation_prompt: end with the start of the assistant's turn.
-      now: what templates that print the date believe it is.
+      add_generation_prompt: True to end with the start of the assistant's turn.
+      now: the time for templates that print the date.
 
     Raises:
       ConfigError: when the template refuses the conversation, or there is no template for it.
@@ -85,7 +86,11 @@ class ChatTemplate:
     if name not in self._compiled:
       known = sorted(self._compiled)
       raise ConfigError("chat_template", f"{self.name} has only {known}.", "Give it one called 'default'.")
+
+    # Templates ask whether a message has a key, so keys without a value must not be there.
     known_only = [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+    # The variables are those that transformers gives to a template.
     try:
       return self._compiled[name].render(
         **{
@@ -98,6 +103,7 @@ class ChatTemplate:
         }
       )
     except (self._error, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+      # A template is a program: it may refuse the messages, or fail on them in any of these ways.
       roles = [message.get("role") for message in known_only]
       raise ConfigError(
         "chat_template",
@@ -107,7 +113,7 @@ class ChatTemplate:
 
 
 def _sandbox() -> tuple[Any, type[Exception]]:
-  """The Jinja environment for which published templates are written, and the error that they raise."""
+  """Makes the Jinja environment for which published templates are written; returns it and Jinja's error class."""
   try:
     import jinja2
     import jinja2.ext
@@ -118,7 +124,7 @@ def _sandbox() -> tuple[Any, type[Exception]]:
     ) from error
 
   class Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for other readers of the template: here it is its content."""
+    """The block `{% generation %}`, a mark around the assistant's text for other programs: here its content alone."""
 
     tags = {"generation"}
 
@@ -126,12 +132,14 @@ def _sandbox() -> tuple[Any, type[Exception]]:
       next(parser.stream)
       return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
+  # Jinja's own filter escapes HTML; templates expect plain JSON, with the arguments of `json.dumps`.
   def tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
   def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
+  # A template comes with downloaded weights, so it runs in a sandbox; the options are those of transformers.
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
   )

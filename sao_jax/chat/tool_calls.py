@@ -1,4 +1,4 @@
-"""Tool calls in what an assistant said: pure functions from text to calls, one for each published format.
+"""Tool calls in the text of an assistant: pure functions from text to calls, one for each published format.
 
 Qwen and Hermes:  <tool_call>
                   {"name": "search", "arguments": {"query": "jax"}}
@@ -8,8 +8,8 @@ GLM:              <tool_call>search
                   <arg_value>jax</arg_value>
                   </tool_call>
 
-Nothing that a policy writes raises: a call that cannot be read becomes a `ParseError`, whose `observation` tells the
-policy so. Thinking holds no calls.
+No text raises: a call that cannot be read becomes a `ParseError`, whose `observation` tells the policy so. Calls inside
+thinking do not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHOWN = 200  # characters of a broken call that its observation repeats
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-  """A call that could be read. Arguments are JSON values; whether the tool exists and likes them is its own affair."""
+  """A call that could be read. Arguments are JSON values; nobody has checked yet if such a tool exists."""
 
   name: str
   arguments: dict[str, Any]
@@ -34,21 +34,21 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True)
 class ParseError:
-  """A call that could not be read: what is wrong with it, one clause, and its text."""
+  """A call that could not be read: the problem with it, in one clause, and its text."""
 
   problem: str
   text: str
 
   @property
   def observation(self) -> str:
-    """What to answer to the policy."""
+    """The text with which to answer the policy."""
     shown = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}..."
     return f"Error: this tool call could not be read, {self.problem}: {shown}"
 
 
 @dataclasses.dataclass(frozen=True)
 class ParsedTurn:
-  """What an assistant said in one turn.
+  """The parts of one turn of an assistant.
 
   Attributes:
     thinking: the text between think tags.
@@ -65,7 +65,7 @@ class ParsedTurn:
 
   @property
   def calls(self) -> tuple[ToolCall | ParseError, ...]:
-    """All calls in order, readable or not: each of them wants an answer."""
+    """All calls in order, readable or not, since each of them wants an answer."""
     return tuple(item for item in self.items if not isinstance(item, str))
 
 
@@ -77,28 +77,32 @@ def parse_hermes(text: str) -> ParsedTurn:
 def parse_glm(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
   """Reads calls in GLM's format: a name, then keys and values.
 
-  The format writes strings bare and other values as JSON. A value is a string where the tool's schema says so,
-  otherwise what its JSON means. Without a schema, what is no JSON is a string.
+  The format writes strings bare and other values as JSON. A value is a string where the tool's schema says so, and is
+  read as JSON otherwise. Without a schema, a value that is no JSON is a string too.
 
   Args:
-    text: what the assistant said.
+    text: the assistant's turn.
     tools: JSON schemas of the tools, as given to the chat template.
   """
   return _parse(text, lambda text, start: _read_glm(text, start, tools))
 
 
 class _Broken(Exception):
-  """Why a call cannot be read."""
+  """The problem with a call that cannot be read."""
 
 
-Reader = Callable[[str, int], tuple[ToolCall, int]]  # text, place behind <tool_call> -> call, place behind </tool_call>
+def _parse(text: str, read: Callable[[str, int], tuple[ToolCall, int]]) -> ParsedTurn:
+  """Splits a turn into thinking, text and calls.
 
-
-def _parse(text: str, read: Reader) -> ParsedTurn:
+  Args:
+    text: the assistant's turn.
+    read: reads one call: (text, place behind <tool_call>) -> (call, place behind </tool_call>); raises _Broken.
+  """
   thinking: list[str] = []
   items: list[str | ToolCall | ParseError] = []
   place, think, call = 0, -1, -1
   while place < len(text):
+    # Text up to the next mark. A mark is looked for only once the last one found has been passed.
     think = think if think >= place else _find(text, THINK, place)
     call = call if call >= place else _find(text, CALL, place)
     mark = min(think, call)
@@ -106,11 +110,14 @@ def _parse(text: str, read: Reader) -> ParsedTurn:
       items.append(text[place:mark])
     if mark == len(text):
       break
+
     if think < call:
       end = _find(text, END_THINK, think)  # unclosed thinking goes on to the end
       thinking.append(text[think + len(THINK) : end])
       place = end + len(END_THINK)
       continue
+
+    # Behind a broken call, go on at its end or at the next call, whichever comes first.
     try:
       item, place = read(text, call + len(CALL))
     except _Broken as broken:
@@ -121,6 +128,7 @@ def _parse(text: str, read: Reader) -> ParsedTurn:
 
 
 def _read_hermes(text: str, start: int) -> tuple[ToolCall, int]:
+  # The messages are shown to the policy, so that it can correct itself.
   start = _skip_blanks(text, start)
   try:
     value, end = _decode(text, start)
@@ -129,6 +137,8 @@ def _read_hermes(text: str, start: int) -> tuple[ToolCall, int]:
   except ValueError as error:
     raise _Broken(f"it holds no valid JSON ({error})") from error
   end = _expect(text, end, END_CALL, "behind the JSON object")
+
+  # The object is a call: these two keys, of these types.
   if not isinstance(value, dict):
     raise _Broken("it must be a JSON object")
   if sorted(value) != ["arguments", "name"]:
@@ -158,16 +168,20 @@ def _read_glm(text: str, start: int, tools: Sequence[Mapping[str, Any]]) -> tupl
 
 
 def _glm_value(key: str, value: str, schema: Mapping[str, Any]) -> Any:
+  """Reads the value of argument `key` with the types that the schema allows."""
   described = schema.get(key)
   declared = described.get("type") if isinstance(described, Mapping) else None
   allowed = (declared,) if isinstance(declared, str) else tuple(declared or ())
   if allowed == ("string",):
     return value
+
+  # JSON of an allowed type is decoded; other text is a string, where that is allowed.
   try:
     decoded, end = _decode(value, _skip_blanks(value, 0))
     is_json = _skip_blanks(value, end) == len(value)
   except ValueError:
     is_json = False
+
   if is_json and (not allowed or any(_has_type(decoded, name) for name in allowed)):
     return decoded
   if not allowed or "string" in allowed:
@@ -176,7 +190,7 @@ def _glm_value(key: str, value: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _has_type(value: Any, name: str) -> bool:
-  """Whether a JSON value is of the type that a JSON schema calls `name`."""
+  """Tells if a JSON value is of the type that a JSON schema calls `name`."""
   if isinstance(value, bool):
     return name == "boolean"
   types = {"integer": int, "number": int | float, "object": dict, "array": list, "null": type(None), "string": str}
@@ -184,7 +198,7 @@ def _has_type(value: Any, name: str) -> bool:
 
 
 def _properties(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-  """The schemas of a tool's arguments, {} where there are none."""
+  """Finds the schemas of a tool's arguments, {} where there are none."""
   for tool in tools:
     function = tool.get("function", tool)
     if function.get("name") == name:
@@ -193,10 +207,10 @@ def _properties(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, A
 
 
 def _decode(text: str, start: int) -> tuple[Any, int]:
-  """(value, place behind it) of the JSON at `start`. Raises ValueError for what is not strict JSON of valid text."""
+  """Reads the JSON at `start`; returns (value, place behind it). Raises ValueError if it is not strict JSON."""
   try:
     value, end = DECODER.raw_decode(text, start)
-    json.dumps(value, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no text, and no tokenizer takes it
+    json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails on half a surrogate pair, which no tokenizer takes
   except UnicodeEncodeError as error:
     raise ValueError("half a surrogate pair") from error
   except RecursionError as error:
@@ -219,7 +233,7 @@ DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_u
 
 
 def _between(text: str, place: int, opening: str, closing: str) -> tuple[str, int]:
-  """(what stands between the tags, place behind them)."""
+  """Returns (text between the tags, place behind them)."""
   start = _expect(text, place, opening, "between a key and its value")
   end = text.find(closing, start)
   if end < 0:
@@ -228,7 +242,7 @@ def _between(text: str, place: int, opening: str, closing: str) -> tuple[str, in
 
 
 def _expect(text: str, place: int, tag: str, where: str) -> int:
-  """The place behind the tag, which blanks may precede."""
+  """Skips blanks and the tag; returns the place behind it."""
   place = _skip_blanks(text, place)
   if not text.startswith(tag, place):
     raise _Broken(f"{tag} is missing {where}")
@@ -242,6 +256,6 @@ def _skip_blanks(text: str, place: int) -> int:
 
 
 def _find(text: str, tag: str, start: int) -> int:
-  """Where the tag begins, the end of the text if it does not."""
+  """Returns the place where the tag begins, or the end of the text without one."""
   place = text.find(tag, start)
   return len(text) if place < 0 else place

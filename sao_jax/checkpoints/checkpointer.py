@@ -2,7 +2,7 @@
 
 A checkpoint is a directory `<step>/` with the items "policy" and "critic" (the parameters, nested dicts by name),
 "rest" (optimiser states and counters) and "host" (see host_state.py). It is written under a temporary name and renamed
-when complete, so that a kill at any moment leaves the last complete one. Nothing is ever pickled.
+when complete, so a kill at any moment leaves the last complete checkpoint intact. Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ from sao_jax.types import PyTree
 _HOST = "host"
 _ABANDONED = "abandoned"
 
-# What reading a damaged checkpoint raises, in Orbax, TensorStore and host_state.
+# Exceptions of Orbax, TensorStore and host_state on reading a damaged checkpoint.
 _UNREADABLE = (OSError, ValueError, KeyError)
 
 
 class Restored(NamedTuple):
-  """What `Checkpointer.restore` found."""
+  """A checkpoint that `Checkpointer.restore` has read.
+
+  Attributes:
+    step: the step that it was saved at.
+    state: the state, with the structure and shardings that were asked for.
+    host_state: the host state that was saved with it.
+  """
 
   step: int
   state: PyTree
@@ -38,14 +44,30 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-  """Saves and restores train states in `directory`; a context manager that waits for the last save.
+  """Saves and restores train states in a directory; a context manager that waits for the last save.
 
-  The state is a pytree whose leaves are arrays, best a `TrainState` or a `NetworkState`: parameters found under
-  `policy/params`, `critic/params` or `params` (taken as the policy's) can be loaded alone, see `load_params`.
+  The state is a pytree whose leaves are arrays, best a `TrainState` or a `NetworkState`: `load_params` can load the
+  parameters under `policy/params`, `critic/params` or `params` (taken for the policy's) without the rest.
+
+  >>> import tempfile
+  >>> state = {"params": {"w": jax.numpy.arange(3.0)}}
+  >>> with tempfile.TemporaryDirectory() as workdir:
+  ...   with Checkpointer(workdir, keep=2, every=100) as checkpointer:
+  ...     checkpointer.save(100, state, host_state={"prompts": 7})
+  ...     step, restored, host_state = checkpointer.restore(jax.eval_shape(lambda: state))
+  ...   params = load_params(workdir)
+  >>> step, host_state, restored["params"]["w"].tolist(), params["w"].tolist()
+  (100, {'prompts': 7}, [0.0, 1.0, 2.0], [0.0, 1.0, 2.0])
   """
 
   def __init__(self, directory: str | os.PathLike, *, keep: int = 2, every: int = 100):
-    """`keep`: how many checkpoints stay, the newest; `every`: steps between two, see `due`."""
+    """Opens `directory`, which is made if need be.
+
+    Args:
+      directory: the place of all checkpoints of one phase of a run.
+      keep: number of checkpoints that stay, the newest ones.
+      every: steps between two checkpoints (see `due`).
+    """
     self._directory = pathlib.Path(directory).absolute()
     self._every = every
     self._current: int | None = None  # the step that this process saved or restored last
@@ -54,25 +76,30 @@ class Checkpointer:
     self._manager = _manager(self._directory, keep=keep)
 
   def latest_step(self) -> int | None:
-    """The newest complete checkpoint's step, None without one."""
+    """Returns the step of the newest complete checkpoint; None without one."""
     return self._manager.latest_step()
 
   def due(self, step: int) -> bool:
-    """Whether a checkpoint is to be written after `step` steps. Raises the error of a save that failed."""
+    """True if a checkpoint is to be written after `step` steps. Raises the error of a save that failed."""
     self._raise_failure(self._manager.check_for_errors)
     return step % self._every == 0
 
   def save(self, step: int, state: PyTree, host_state: Any = None) -> None:
     """Starts to write the checkpoint of `step` and returns as soon as `state` may be donated.
 
-    `host_state` is what host_state.encode takes. Saving the step that was saved or restored last does nothing.
-    Checkpoints of this or a later step, left by a run that was abandoned by going back, are moved aside.
+    Saving the step that was saved or restored last does nothing. After a return to an older step, checkpoints of this
+    step and later ones belong to a future that the run has abandoned: they are moved to the subfolder "abandoned".
+
+    Args:
+      step: number of steps that are done.
+      state: a pytree of arrays.
+      host_state: plain values and numpy arrays that `host_state.encode` takes.
 
     Raises:
-      the error of an earlier save that failed, as itself; nothing more can be saved with this object.
-      TypeError: when `host_state` cannot be stored.
+      Exception: the error of an earlier save that failed, unchanged; this object can save nothing more.
+      TypeError: `host_state` cannot be stored.
     """
-    archive = encode(host_state)
+    archive = encode(host_state)  # at once: the host may change its state while the checkpoint is written
     self._raise_failure(self._manager.check_for_errors)
     if step == self._current:
       return
@@ -83,24 +110,26 @@ class Checkpointer:
     self._current = step
 
   def wait(self) -> None:
-    """Returns when the checkpoint under way is complete. Raises its error when it failed."""
+    """Waits until the checkpoint under way is complete. Raises its error if it failed."""
     self._raise_failure(self._manager.wait_until_finished)
     self._raise_failure(self._manager.check_for_errors)
 
   def restore(self, abstract_state: PyTree, step: int | None = None) -> Restored | None:
-    """Restores `step`, or the newest readable checkpoint; None when there is no checkpoint at all.
+    """Restores `step`, or the newest readable checkpoint; returns None when there is no checkpoint at all.
 
     Args:
       abstract_state: the state's structure: leaves with shape, dtype and sharding (`jax.ShapeDtypeStruct` or arrays).
-        The shardings may differ from those it was saved with.
-      step: the step; None takes the newest and, when that cannot be read, the one before it.
+        The shardings may differ from those of the saved state.
+      step: the step; None takes the newest checkpoint and, if that cannot be read, the one before it.
 
     Raises:
-      ConfigError: when the checkpoint belongs to another model (names the first differing leaf), or when there are
+      ConfigError: the checkpoint belongs to another model (the error names the first leaf that differs), or there are
         checkpoints but none can be read.
     """
     self.wait()
     steps = sorted(self._manager.all_steps(), reverse=True) if step is None else [step]
+
+    # Newest first; a damaged checkpoint is passed over, one of another model is an error.
     for candidate in steps:
       try:
         restored = self._read(candidate, abstract_state)
@@ -111,6 +140,8 @@ class Checkpointer:
         continue
       self._current = candidate
       return restored
+
+    # Checkpoints that cannot be read are no reason to start again from nothing.
     if not steps:
       return None
     raise ConfigError(
@@ -120,7 +151,7 @@ class Checkpointer:
     )
 
   def close(self) -> None:
-    """Waits for the save under way and frees the threads."""
+    """Waits for the save under way and ends the threads."""
     self._manager.close()
 
   def __enter__(self) -> Checkpointer:
@@ -152,7 +183,7 @@ class Checkpointer:
       raise self._failure
 
   def _take_over(self, step: int) -> None:
-    """Before a save: clears what killed saves left, once, and moves checkpoints of an abandoned future aside."""
+    """Makes room for a save: removes leftovers of killed saves (once) and moves an abandoned future aside."""
     abandoned = [later for later in self._manager.all_steps() if later >= step]
     if jax.process_index() == 0:
       if not self._owned:
@@ -180,17 +211,19 @@ def load_params(
   """Loads one network's parameters from a checkpoint directory, as a start for another run (`model.checkpoint`).
 
   Args:
-    directory: what was given to `Checkpointer`.
+    directory: the directory of a `Checkpointer`.
     which: "policy" or "critic".
-    abstract: their shapes, dtypes and shardings; by default as stored, on the first device.
-    step: which checkpoint; by default the newest.
-    optional: a name at the top of `abstract` that the result lacks when the checkpoint lacks it.
+    abstract: shapes, dtypes and shardings of the parameters; by default those stored, on the first device.
+    step: the step of the checkpoint; by default the newest.
+    optional: a name at the top of `abstract` that may be absent from the checkpoint, and then is from the result.
 
   Raises:
-    ConfigError: when there is no such checkpoint or network, or it is of another model.
+    ConfigError: there is no such checkpoint or network, or it is of another model.
   """
   directory = pathlib.Path(directory).absolute()
   problem = "holds no checkpoint"
+
+  # A damaged checkpoint is reported like a missing one; one of another model has an error of its own.
   if directory.is_dir():
     with _manager(directory, create=False) as manager:
       steps = [found for found in manager.all_steps() if step in (None, found)]
@@ -201,6 +234,8 @@ def load_params(
         raise
       except _UNREADABLE as error:
         problem = f"cannot be read at step {max(steps)} ({error})"
+
+  # No directory, no checkpoint (of this step), or a damaged one.
   wanted = "" if step is None else f" of step {step}"
   raise ConfigError(
     "model.checkpoint",
@@ -210,7 +245,7 @@ def load_params(
 
 
 def load_host_state(directory: str | os.PathLike, step: int) -> Any:
-  """The host state that was saved with the checkpoint of `step`.
+  """Loads the host state that was saved with the checkpoint of `step`.
 
   Raises:
     FileNotFoundError, ValueError: it cannot be read.
@@ -248,7 +283,7 @@ def _manager(directory: pathlib.Path, *, keep: int | None = None, create: bool =
 
 
 def _stored_leaves(manager: ocp.CheckpointManager, step: int) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-  """Shape and dtype of what the checkpoint of `step` holds, by item and name. FileNotFoundError when a part is lost."""
+  """Reads shapes and dtypes of the checkpoint of `step`, by item and name. FileNotFoundError when a part is lost."""
   metadata = manager.metadata(step)
   saved = [name for name in (*NETWORKS, REST) if name in (metadata.item_handlers or {})]
   found = {name: metadata.item_metadata[name] for name in saved}

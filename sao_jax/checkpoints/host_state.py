@@ -24,8 +24,11 @@ _DOCUMENT = "json"
 def encode(state: Any) -> bytes:
   """Returns the archive of `state`.
 
-  Allowed: dicts with string keys, lists, tuples (they come back as lists), None, bool, int, float, str, and numpy
-  arrays and scalars (scalars come back as Python numbers). TypeError, naming the place, for anything else.
+  Dicts with string keys, lists, None, bool, int, float, str and numpy arrays come back as they are, tuples as lists,
+  numpy scalars as Python numbers.
+
+  Raises:
+    TypeError: `state` holds anything else; the error names the place.
   """
   arrays: dict[str, np.ndarray] = {}
   document = json.dumps(_encode(state, "host_state", arrays))
@@ -35,7 +38,7 @@ def encode(state: Any) -> bytes:
 
 
 def decode(archive: bytes) -> Any:
-  """The inverse of `encode`. Raises ValueError for anything that `encode` did not write."""
+  """Returns the state that `encode` stored. Raises ValueError for anything that `encode` did not write."""
   try:
     with np.load(io.BytesIO(archive), allow_pickle=False) as file:
       return _decode(json.loads(file[_DOCUMENT].tobytes()), file)
@@ -44,14 +47,19 @@ def decode(archive: bytes) -> Any:
 
 
 def _encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
+  # Plain values are JSON already.
   if value is None or isinstance(value, bool | int | float | str):
     return value
   if isinstance(value, np.generic) and not value.dtype.hasobject:
     return value.item()
+
+  # Arrays go to the archive; an array of objects would need pickle.
   if isinstance(value, np.ndarray) and not value.dtype.hasobject:
     name = f"array_{len(arrays)}"
     arrays[name] = value
     return {_ARRAY: name}
+
+  # Containers; a dict with the key that marks an array would come back as an array.
   if isinstance(value, list | tuple):
     return [_encode(item, f"{path}[{index}]", arrays) for index, item in enumerate(value)]
   if isinstance(value, dict) and _ARRAY not in value:
@@ -71,10 +79,10 @@ def _decode(value: Any, arrays: Any) -> Any:
 
 
 class HostStateHandler(ocp.AsyncCheckpointHandler):
-  """Lets Orbax write an archive of host state as one item of its atomic checkpoint."""
+  """Lets Orbax write the archive of a host state as one item of its atomic checkpoint."""
 
   async def async_save(self, directory: pathlib.Path, args: HostStateSave) -> list[future.Future]:
-    """Writes in the background."""
+    """Writes the archive in the background."""
 
     async def write() -> None:
       _path(directory).write_bytes(args.archive)
@@ -82,11 +90,11 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
     return [future.CommitFutureAwaitingContractedSignals(write(), name="host_state")]
 
   def save(self, directory: pathlib.Path, args: HostStateSave) -> None:
-    """Writes at once."""
+    """Writes the archive before it returns."""
     _path(directory).write_bytes(args.archive)
 
   def restore(self, directory: pathlib.Path, args: HostStateRestore | None = None) -> Any:
-    """Reads this process's archive."""
+    """Reads the archive of this process."""
     return decode(_path(directory).read_bytes())
 
 
@@ -97,7 +105,7 @@ def _path(directory: pathlib.Path) -> pathlib.Path:
 @ocp.args.register_with_handler(HostStateHandler, for_save=True)
 @dataclasses.dataclass
 class HostStateSave(ocp.args.CheckpointArgs):
-  """What to save: the result of `encode`, made before the host goes on to change its state."""
+  """The archive to save, which `encode` made before the host goes on to change its state."""
 
   archive: bytes
 
@@ -105,4 +113,4 @@ class HostStateSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(HostStateHandler, for_restore=True)
 @dataclasses.dataclass
 class HostStateRestore(ocp.args.CheckpointArgs):
-  """Restoring needs no arguments."""
+  """The arguments of restoring: none."""

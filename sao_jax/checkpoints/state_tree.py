@@ -1,4 +1,4 @@
-"""The layout of a state inside a checkpoint: which item holds which leaf, under which name."""
+"""The layout of a state inside a checkpoint: the item and the name of every leaf."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REST = "rest"  # optimiser states and counters
 
 
 def places(state: PyTree) -> list[tuple[str, str]]:
-  """For every leaf of `state`, in flattening order: the item it is stored in and its name there."""
+  """Returns, for every leaf of `state` in flattening order, the item that holds it and its name there."""
   result = []
   for path, _ in jax.tree_util.tree_leaves_with_path(state):
     name = path_name(path)
@@ -27,7 +27,7 @@ def places(state: PyTree) -> list[tuple[str, str]]:
 
 
 def split(state: PyTree) -> dict[str, dict[str, Any]]:
-  """The leaves of `state` by item and name."""
+  """Returns the leaves of `state` by item and name."""
   items: dict[str, dict[str, Any]] = {name: {} for name in (*NETWORKS, REST)}
   for (item, name), leaf in zip(places(state), jax.tree.leaves(state)):
     items[item][name] = leaf
@@ -37,7 +37,7 @@ def split(state: PyTree) -> dict[str, dict[str, Any]]:
 def check_same_leaves(
   stored: dict[str, Any], wanted: dict[str, Any], item: str, where: str, same_dtype: bool = True
 ) -> None:
-  """Raises ConfigError naming the first leaf that is missing, unknown, or of another shape (or dtype)."""
+  """Raises ConfigError naming the first leaf that is missing, unknown, or of another shape (or, if asked, dtype)."""
 
   def describe(leaves: dict[str, Any], name: str) -> str:
     leaf = leaves.get(name)
@@ -48,9 +48,12 @@ def check_same_leaves(
       return False
     return not same_dtype or stored[name].dtype == wanted[name].dtype
 
+  # Wanted leaves first, then those that are stored but not wanted.
   different = [name for name in [*wanted, *(name for name in stored if name not in wanted)] if not same(name)]
   if not different:
     return
+
+  # One leaf says enough: another model or optimiser differs in many.
   name = different[0]
   more = f" (and {len(different) - 1} more differ)" if len(different) > 1 else ""
   raise ConfigError(
@@ -62,7 +65,7 @@ def check_same_leaves(
 
 
 def nest(flat: dict[str, Any]) -> dict[str, Any]:
-  """{"a/b": leaf} -> {"a": {"b": leaf}}."""
+  """Turns {"a/b": leaf} into {"a": {"b": leaf}}."""
   nested: dict[str, Any] = {}
   for name, leaf in flat.items():
     *parents, last = name.split("/")
@@ -74,5 +77,5 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(nested: PyTree) -> dict[str, Any]:
-  """The inverse of `nest`, for any pytree."""
+  """Returns the leaves of any pytree by their names joined with "/": for nested dicts the inverse of `nest`."""
   return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nested)}

@@ -1,117 +1,66 @@
-"""What each field of a configuration may be on its own: tables of names and ranges."""
+"""The bounds that fields carry in their annotations, checked: names in `Literal`, intervals in `Annotated`."""
 
 from __future__ import annotations
 
-from sao_jax.config import RunConfig
-from sao_jax.configuration import config_tree
+import types
+import typing
+from typing import Annotated, Any, Literal
+
+from sao_jax.config import PositiveInt
+from sao_jax.configuration import config_tree, field_values
 from sao_jax.errors import ConfigError
 
-_DTYPES = ("float32", "bfloat16")
 
-# Fields that name one of a few ways.
-CHOICES: dict[str, tuple[str, ...]] = {
-  "model.dtype": _DTYPES,
-  "model.param_dtype": _DTYPES,
-  "model.remat": ("none", "full", "dots"),
-  "model.router": ("softmax", "sigmoid"),
-  "model.moe_implementation": ("auto", "blocked", "megablox", "ragged_dot"),
-  "algorithm.advantage": ("sao", "grpo"),
-  "algorithm.advantage_values": ("post", "pre"),
-  "algorithm.truncation": ("zero", "bootstrap", "mask"),
-  "algorithm.value_head": ("scalar", "hl_gauss"),
-  "algorithm.value_head_initializer": ("zeros", "normal"),
-  "sampler.kv_after_publish": ("keep", "reprefill"),
-  "sampler.cache_dtype": _DTYPES,
-  "rollout.staleness": ("drop", "mask"),
-  "rollout.placement": ("shared", "split"),
-}
-
-_OPTIMIZERS = ("policy_optimizer", "critic_optimizer", "sft.optimizer", "value_pretraining.optimizer")
-
-# The smallest allowed value of whole numbers, by section.
-_POSITIVE = {
-  "model": "vocab_size num_layers d_model num_heads num_kv_heads head_dim d_ff num_experts_per_token d_ff_expert "
-  "num_expert_groups num_groups_per_token max_positions",
-  "model.yarn": "original_positions",
-  "algorithm": "logprob_chunk",
-  "rollout": "batch_size group_size max_turns max_tokens max_tokens_per_turn max_consecutive_failures",
-  "sft": "batch_size",
-  "value_pretraining": "plateau_window",
-  "evaluation": "prompts",
-  "training": "checkpoint_every keep_checkpoints log_every",
-}
-_NOT_NEGATIVE = {
-  "model": "num_experts d_ff_shared num_dense_layers kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim "
-  "v_head_dim index_topk index_num_heads index_head_dim",
-  "model.lora": "rank",
-  "algorithm": "critic_warmup_steps",
-  "rollout": "admission_staleness environment_retries max_in_flight",
-  "sft": "steps",
-  "value_pretraining": "min_steps max_steps",
-  "evaluation": "every seed",
-  "training": "steps seed",
-  **dict.fromkeys(_OPTIMIZERS, "warmup_steps"),
-}
-MINIMA: dict[str, int] = {
-  **{f"{section}.{name}": 1 for section, names in _POSITIVE.items() for name in names.split()},
-  **{f"{section}.{name}": 0 for section, names in _NOT_NEGATIVE.items() for name in names.split()},
-  "rollout.max_staleness": -1,  # no bound
-}
-
-# Intervals of real numbers, in the usual notation.
-INTERVALS: dict[str, str] = {
-  "model.rope_theta": "(0, inf)",
-  "model.rotary_fraction": "(0, 1]",
-  "model.routed_scaling": "(0, inf)",
-  "model.yarn.factor": "[1, inf)",
-  "model.yarn.beta_fast": "(0, inf)",
-  "model.yarn.beta_slow": "(0, inf)",
-  "model.yarn.attention_factor": "[0, inf)",
-  "model.lora.alpha": "(0, inf)",
-  "model.rms_norm_eps": "(0, inf)",
-  "algorithm.router_bias_update": "[0, inf)",
-  "model.initializer_range": "(0, inf)",
-  "sampler.temperature": "[0, inf)",
-  "rollout.environment_timeout": "(0, inf)",
-  "value_pretraining.plateau_gain": "[0, inf)",
-  "evaluation.temperature": "[0, inf)",
-  "evaluation.confidence": "(0, 1)",
-  "training.audit_tolerance": "(0, inf)",
-  "training.watchdog_seconds": "(0, inf)",
-  **{f"{name}.learning_rate": "[0, inf)" for name in _OPTIMIZERS},
-  **{f"{name}.b1": "[0, 1)" for name in _OPTIMIZERS},
-  **{f"{name}.b2": "[0, 1)" for name in _OPTIMIZERS},
-  **{f"{name}.eps": "(0, inf)" for name in _OPTIMIZERS},
-  **{f"{name}.weight_decay": "[0, inf)" for name in _OPTIMIZERS},
-  **{f"{name}.clip_norm": "(0, inf)" for name in _OPTIMIZERS},
-}
-
-# Tuples of positive whole numbers.
-SIZES = ("rollout.row_lengths", "rollout.row_counts")
+def check_bounds(section: Any, prefix: str = "") -> None:
+  """Raises ConfigError for the first field of a section, or of those within it, whose value its annotation excludes."""
+  for path, value, annotation in config_tree.leaves(section, prefix):
+    broken = _broken(value, annotation)
+    if broken:
+      raise ConfigError(path, *broken)
 
 
-def check_bounds(config: RunConfig) -> None:
-  """Raises ConfigError for the first field outside its table."""
-  for field, choices in CHOICES.items():
-    value = config_tree.get(config, field)
-    if value not in choices:
-      raise ConfigError(field, f"there is no {value!r}.", config_tree.nearest(value, choices))
-  for field, minimum in MINIMA.items():
-    value = config_tree.get(config, field)
-    if value < minimum:
-      raise ConfigError(field, f"{value} is too small.", f"Use a whole number of at least {minimum}.")
-  for field, interval in INTERVALS.items():
-    value = config_tree.get(config, field)
-    if not _inside(value, interval):
-      raise ConfigError(field, f"{value} is outside {interval}.", f"Choose a number in {interval}.")
-  for field in SIZES:
-    sizes = config_tree.get(config, field)
-    if not sizes or any(size < 1 for size in sizes):
-      raise ConfigError(field, f"{sizes} is not a list of sizes.", "Give positive whole numbers, as in (64, 128).")
-
-
-def _inside(value: float, interval: str) -> bool:
-  low, high = (float(bound) for bound in interval[1:-1].split(","))
+def contains(interval: str, value: float) -> bool:
+  """Whether a number lies in an interval in the usual notation, as "[0, inf)"; NaN lies in none."""
+  low, high = (float(end) for end in interval[1:-1].split(","))
   above = value >= low if interval[0] == "[" else value > low
   below = value <= high if interval[-1] == "]" else value < high
   return above and below
+
+
+def _broken(value: Any, annotation: Any) -> tuple[str, str] | None:
+  """Problem and remedy of a value, which has the annotated type; None within its bounds."""
+  origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+  if origin is Literal and value not in arguments:
+    return f"there is no {value!r}.", config_tree.nearest(value, arguments)
+  if origin is Annotated:
+    inner, interval = arguments
+    return _broken(value, inner) or _outside(value, inner, interval)
+  if origin is tuple:
+    return next(filter(None, (_broken_item(value, item, arguments[0]) for item in value)), None)
+  if origin in (typing.Union, types.UnionType):
+    return _broken(value, next(member for member in arguments if field_values.fits(value, member)))
+  return None
+
+
+def _outside(value: Any, annotation: Any, interval: str) -> tuple[str, str] | None:
+  if isinstance(value, tuple):
+    return None if contains(interval, len(value)) else _no_sizes(value)
+  if contains(interval, value):
+    return None
+  if annotation is int and interval.endswith("inf)"):
+    least = interval[1:-1].split(",")[0]
+    return f"{value} is too small.", f"Use a whole number of at least {least}."
+  return f"{value} is outside {interval}.", f"Choose a number in {interval}."
+
+
+def _broken_item(value: tuple, item: Any, annotation: Any) -> tuple[str, str] | None:
+  """The same of one entry of a tuple."""
+  broken = _broken(item, annotation)
+  if broken and typing.get_origin(annotation) is Literal:
+    choices = typing.get_args(annotation)
+    return broken[0], f'Choose some of {", ".join(choices)}, as in "({",".join(map(repr, choices))})".'
+  return _no_sizes(value) if broken and annotation == PositiveInt else broken
+
+
+def _no_sizes(value: tuple) -> tuple[str, str]:
+  return f"{value} is not a list of sizes.", "Give positive whole numbers, as in (64, 128)."

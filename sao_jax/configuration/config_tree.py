@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sao_jax.configuration.field_values import conform
 from sao_jax.errors import ConfigError
 
 TYPE_KEY = "dataclass"  # in JSON: the name of the dataclass that a mapping was
@@ -24,8 +24,8 @@ def is_section(value: Any) -> bool:
 
 
 def annotations(section: Any) -> dict[str, Any]:
-  """The type annotation of every settable field of a dataclass instance."""
-  hints = typing.get_type_hints(type(section))
+  """The type annotation, bounds included, of every settable field of a dataclass instance."""
+  hints = typing.get_type_hints(type(section), include_extras=True)
   return {field.name: hints[field.name] for field in dataclasses.fields(section) if field.init}
 
 
@@ -47,10 +47,10 @@ def get(config: Any, path: str) -> Any:
 
 
 def check_types(section: Any, prefix: str = "") -> None:
-  """Raises ConfigError naming the first field whose value does not fit its annotation."""
+  """Raises ConfigError naming the first field whose value has another type than its annotation."""
   for name, annotation in annotations(section).items():
     value = getattr(section, name)
-    _conform(value, annotation, f"{prefix}{name}")
+    conform(value, annotation, f"{prefix}{name}")
     if is_section(value):
       check_types(value, f"{prefix}{name}.")
 
@@ -75,7 +75,7 @@ def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
       fields = ", ".join(f"{here}.{field}" for field in annotations(getattr(section, name)))
       raise ConfigError(here, "it is a section, not a field.", f"Set one of its fields: {fields}.")
     else:
-      changes[name] = _conform(value, known[name], here)
+      changes[name] = conform(value, known[name], here)
   for name, inner in nested.items():
     changes[name] = replace(getattr(section, name), inner, f"{prefix}{name}.")
   return dataclasses.replace(section, **changes)
@@ -124,71 +124,3 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, An
     return [] if old == new else [(prefix.rstrip("."), old, new)]
   names = dict.fromkeys([*old, *new])
   return [change for name in names for change in differences(old.get(name), new.get(name), f"{prefix}{name}.")]
-
-
-def describe(annotation: Any) -> str:
-  """A type annotation in words of the command line."""
-  origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-  if origin is tuple and arguments:
-    return f"a tuple of {describe(arguments[0])} values, as in (1, 2)"
-  if origin in (typing.Union, types.UnionType):
-    return " or ".join(describe(argument) for argument in arguments)
-  if origin is typing.Literal:
-    return "one of " + ", ".join(map(repr, arguments))
-  return {type(None): "None", bool: "true or false"}.get(annotation) or getattr(annotation, "__name__", str(annotation))
-
-
-def wrong_type(path: str, value: Any, annotation: Any) -> ConfigError:
-  """The error for a value that does not fit the annotation of its field."""
-  got = f"{value!r} ({type(value).__name__})"
-  return ConfigError(path, f"got {got}, expected {describe(annotation)}.", f"Give {path} {_example(annotation)}.")
-
-
-def _example(annotation: Any) -> str:
-  examples = {
-    int: "a whole number, as in 8",
-    float: "a number, as in 0.3 or 1e-6",
-    bool: "true or false",
-    str: "a string",
-  }
-  return examples.get(annotation, describe(annotation))
-
-
-def _conform(value: Any, annotation: Any, path: str) -> Any:
-  """`value` as its field wants it; ConfigError when it does not fit."""
-  try:
-    return _convert(value, annotation)
-  except TypeError as error:
-    raise wrong_type(path, value, annotation) from error
-
-
-def _convert(value: Any, annotation: Any) -> Any:
-  origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-  if origin in (typing.Union, types.UnionType):
-    for argument in arguments:
-      try:
-        return _convert(value, argument)
-      except TypeError:
-        continue
-    raise TypeError
-  if origin is typing.Literal:
-    return _require(value, value in arguments)
-  if origin is tuple:
-    _require(value, isinstance(value, list | tuple))
-    variadic = len(arguments) == 2 and arguments[1] is Ellipsis
-    wanted = [arguments[0]] * len(value) if variadic else arguments
-    _require(value, len(wanted) == len(value))
-    return tuple(_convert(item, argument) for item, argument in zip(value, wanted))
-  if annotation is float:
-    return float(_require(value, isinstance(value, int | float) and not isinstance(value, bool)))
-  if annotation is int:
-    return _require(value, isinstance(value, int) and not isinstance(value, bool))
-  if isinstance(annotation, type) and annotation is not Any:
-    return _require(value, isinstance(value, annotation))
-  return value  # annotations that say more, or less, than a configuration needs
-
-
-def _require(value: Any, fits: bool) -> Any:
-  if not fits:
-    raise TypeError
-  return value

@@ -19,14 +19,14 @@ HELDOUT_FRACTION = 0.1
 def split_of(text: str) -> str:
   """Puts a tenth of all texts into "heldout", the others into "train", by the SHA-256 of the text alone.
 
-  So the splits are disjoint whatever seed or process drew a prompt, and a text that is drawn twice stays on its side.
+  The splits are therefore disjoint for every seed and process, and a text that is drawn twice stays in its split.
   """
   number = int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
   return "heldout" if number < HELDOUT_FRACTION * 2**64 else "train"
 
 
 def check_split(split: str) -> str:
-  """Returns the split, or raises ConfigError when it is neither "train" nor "heldout"."""
+  """Returns the split; raises ConfigError when it is neither "train" nor "heldout"."""
   if split not in ("train", "heldout"):
     raise ConfigError("split", f"There is no split {split!r}.", 'Use "train" or "heldout".')
   return split
@@ -36,7 +36,7 @@ class PromptIterator:
   """Prompts in the pipeline's order; `get_state` is JSON and restores the exact position."""
 
   def __init__(self, dataset: grain.MapDataset, description: dict[str, Any]):
-    """`description` names the order (length, seed, ...); a state of another order is refused."""
+    """Begins at the first prompt. `description` names the order (length, seed, ...), for `set_state` to compare."""
     # No worker threads: a source computes or reads one small prompt at a time, and a state names the next one exactly.
     self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
     self._description = description
@@ -48,11 +48,11 @@ class PromptIterator:
     return next(self._iterator)
 
   def get_state(self) -> dict[str, Any]:
-    """What `set_state` needs, in JSON types."""
+    """Returns the position for `set_state`, in JSON types."""
     return {"order": self._description, "position": self._iterator.get_state()}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Continues behind the prompt that was returned last when the state was taken.
+    """Goes to the position of a state: the next prompt is the one that was next when the state was taken.
 
     Raises:
       ConfigError: when the state belongs to another order of prompts.
@@ -82,11 +82,22 @@ def make_prompt_iterator(
   """Iterates over the prompts of one host, with the epoch in their keys.
 
   Every epoch is a permutation of its own. Host i of n takes positions i, i + n, i + 2n, ... of the one endless global
-  order, so the hosts together see every prompt exactly once per epoch, whether or not n divides the number of prompts.
+  order, so the hosts together see every prompt exactly once per epoch, even if n does not divide the number of prompts.
+
+  >>> from sao_jax.environments.calculator import Calculator
+  >>> spec = Calculator(num_prompts=3)
+  >>> source = spec.prompts(spec.tokenizer(), "train", seed=0)
+  >>> iterator = make_prompt_iterator(source, seed=0, shuffle=False)
+  >>> [(prompt.key.id, prompt.key.epoch) for prompt, _ in zip(iterator, range(4))]
+  [(0, 0), (1, 0), (2, 0), (0, 1)]
+  >>> resumed = make_prompt_iterator(source, seed=0, shuffle=False)
+  >>> resumed.set_state(iterator.get_state())
+  >>> next(resumed) == next(iterator)
+  True
 
   Args:
     source: random access (`len`, `[index]`) to prompts of epoch 0.
-    seed: of the shuffle.
+    seed: seed of the shuffle.
     shuffle: False keeps the source's order.
     epochs: passes over the source; None: endless.
     shard: (index of this host, number of hosts).
@@ -101,14 +112,18 @@ def make_prompt_iterator(
     raise ConfigError("prompts", "The source of prompts is empty.", "Check the split and the data set's settings.")
   if epochs is not None and epochs < 1:
     raise ConfigError("epochs", f"{epochs} epochs hold no prompt.", "Use at least 1, or None for an endless iterator.")
+
+  # The key of a prompt holds its epoch, so the same prompt has another name in every pass.
   length = len(source)
 
   def with_epoch(position: int, prompt: Prompt) -> Prompt:
     return dataclasses.replace(prompt, key=prompt.key._replace(epoch=position // length))
 
+  # Cut the order into shards last: all hosts agree on the global order.
   dataset = grain.MapDataset.source(source).seed(seed)
   if shuffle:
     dataset = dataset.shuffle()
   dataset = dataset.repeat(epochs).map_with_index(with_epoch)[index::count]
+
   order = {"length": length, "seed": seed, "shuffle": shuffle, "epochs": epochs, "shard": [index, count]}
   return PromptIterator(dataset, order)

@@ -14,9 +14,19 @@ from sao_jax.errors import ConfigError
 
 
 class TFDSPrompts(Sequence[Prompt]):
-  """Random access to a prepared TFDS split as prompts: `len`, `[index]`.
+  """Random access (`len`, `[index]`) to a prepared TFDS split as prompts.
 
   The data set's own splits keep training and held-out prompts apart ("train[:90%]", "test", ...).
+
+  >>> prompts = TFDSPrompts(
+  ...   "sao_tiny_questions:1.0.0",
+  ...   "train[:80%]",
+  ...   environment="questions",
+  ...   fields={"question": "text", "answer": "label"},
+  ...   data_dir=data_dir,  # where the data set was prepared
+  ... )
+  >>> len(prompts), prompts[2].key.id, sorted(prompts[2].data)
+  (8, 2, ['answer', 'question'])
   """
 
   def __init__(
@@ -35,11 +45,12 @@ class TFDSPrompts(Sequence[Prompt]):
       split: TFDS split, slices allowed.
       environment: name for the prompt keys.
       fields: key in `Prompt.data` -> feature of the data set, for example {"question": "text", "answer": "label"}.
-      data_dir: where data sets are prepared; None: TFDS's default.
+      data_dir: directory of prepared data sets; None: TFDS's default.
 
     Raises:
       ConfigError: when the data set, the split or a feature does not exist.
     """
+    # TFDS reports a wrong name, split or directory, and a file format without random access, by any of these errors.
     try:
       self._source = tfds.data_source(name, split=split, data_dir=data_dir, download=False)
     except (
@@ -57,6 +68,8 @@ class TFDSPrompts(Sequence[Prompt]):
         'Prepare it first with file_format="array_record", and check name, split and data_dir.',
       ) from error
     self._environment, self._fields = environment, dict(fields)
+
+    # All examples have the same features, so the first one tells which there are.
     known = self._source[0].keys() if len(self._source) else ()
     missing = sorted(set(self._fields.values()) - set(known))
     if missing:
@@ -74,7 +87,7 @@ class TFDSPrompts(Sequence[Prompt]):
 
 
 def json_value(value: Any) -> Any:
-  """A feature in JSON types: bytes become text, NumPy scalars and arrays become numbers and lists.
+  """Converts a feature to JSON types: bytes become text, NumPy scalars and arrays become numbers and lists.
 
   Raises:
     ConfigError: for features that no prompt can hold (invalid UTF-8).

@@ -17,24 +17,24 @@ SPECIAL_PATTERN = re.compile("(" + "|".join(re.escape(special) for special in SP
 
 
 class Tokenizer(Protocol):
-  """What every tokenizer offers; `ByteTokenizer` and `HFTokenizer` say more."""
+  """The interface of every tokenizer; `ByteTokenizer` and `HFTokenizer` describe it in more detail."""
 
   vocab_size: int
 
   def encode(self, text: str) -> Int[np.ndarray, "n"]:
-    """int32 ids of any text, none of them special."""
+    """Encodes any text as int32 ids, none of them special."""
     ...
 
   def encode_with_specials(self, template: str) -> Int[np.ndarray, "n"]:
-    """int32 ids of trusted text in which the names of special tokens stand for the tokens."""
+    """Encodes trusted text, in which the names of special tokens stand for the tokens, as int32 ids."""
     ...
 
   def decode(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str:
-    """Text for people."""
+    """Decodes ids to text for people."""
     ...
 
   def decode_bytes(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str | None:
-    """Text of ids that are nothing but text, else None."""
+    """Decodes ids that are nothing but text; returns None for others."""
     ...
 
 
@@ -51,11 +51,11 @@ class ByteTokenizer:
   )
 
   def encode(self, text: str) -> Int[np.ndarray, "n"]:
-    """UTF-8 bytes of any text as int32 ids; the characters `<|end|>` stay seven bytes."""
+    """Encodes any text as its UTF-8 bytes, int32; the characters `<|end|>` stay seven bytes."""
     return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
 
   def encode_with_specials(self, template: str) -> Int[np.ndarray, "n"]:
-    """Ids of *trusted* text in which the names of special tokens stand for the tokens."""
+    """Encodes *trusted* text, in which the names of special tokens stand for the tokens."""
     pieces = [
       np.array([NUM_BYTES + SPECIALS.index(piece)], dtype=np.int32) if piece in SPECIALS else self.encode(piece)
       for piece in SPECIAL_PATTERN.split(template)
@@ -63,9 +63,9 @@ class ByteTokenizer:
     return np.concatenate(pieces)
 
   def decode(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str:
-    """Text for people: special tokens by name; invalid UTF-8, and ids of a model's padded rows, as U+FFFD.
+    """Decodes ids to text for people: special tokens by name, invalid UTF-8 and ids of a model's padded rows as U+FFFD.
 
-    Not for parsing what a policy sampled.
+    To parse a policy's action, use `decode_bytes`: here a special token and the text of its name look the same.
 
     Raises:
       ValueError: for negative ids.
@@ -80,7 +80,7 @@ class ByteTokenizer:
     return b"".join(chunks).decode("utf-8", errors="replace")
 
   def decode_bytes(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str | None:
-    """Text of ids that are all bytes of valid UTF-8, else None: the safe way to read a policy's action."""
+    """Decodes ids that are all bytes of valid UTF-8, else returns None: the safe way to read a policy's action."""
     ids = np.asarray(token_ids, dtype=np.int64)
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= NUM_BYTES):
       return None

@@ -12,19 +12,19 @@ CALL = re.compile(r"(-?[0-9]{1,12})([+*-])(-?[0-9]{1,12})")  # bounded: a result
 
 
 def draw_question(rng: np.random.Generator, num_operands: int, max_operand: int, operators: str) -> str:
-  """A question such as "3-12*7": operands 1..max_operand, each operator equally likely."""
+  """Draws a question such as "3-12*7": operands 1..max_operand, each operator equally likely."""
   operands = rng.integers(1, max_operand + 1, size=num_operands).tolist()
   chosen = rng.choice(list(operators), size=num_operands - 1).tolist()
   return str(operands[0]) + "".join(f"{operator}{operand}" for operator, operand in zip(chosen, operands[1:]))
 
 
 def count_questions(num_operands: int, max_operand: int, operators: str) -> int:
-  """How many different questions `draw_question` can draw; `operators` are different ones."""
+  """Counts the different questions that `draw_question` can draw; `operators` holds each operator once."""
   return max_operand**num_operands * len(operators) ** (num_operands - 1)
 
 
 def question_at(number: int, num_operands: int, max_operand: int, operators: str) -> str:
-  """Question 0 <= `number` < `count_questions` of them, in a fixed order, each once."""
+  """Returns one question by its number, 0 <= `number` < `count_questions`; every number has a question of its own."""
   number, operand = divmod(number, max_operand)
   question = str(operand + 1)
   for _ in range(num_operands - 1):
@@ -35,19 +35,19 @@ def question_at(number: int, num_operands: int, max_operand: int, operators: str
 
 
 def parse_question(question: str) -> tuple[list[int], list[str]]:
-  """Operands and operators of a question that `draw_question` made: "3-12*7" -> [3, 12, 7], ["-", "*"]."""
+  """Splits a question of `draw_question` into operands and operators: "3-12*7" -> [3, 12, 7], ["-", "*"]."""
   return [int(number) for number in re.findall(r"[0-9]+", question)], re.findall(r"[+*-]", question)
 
 
 def apply(left: int, operator: str, right: int) -> int:
-  """left operator right, for an operator of OPERATORS."""
+  """Computes `left operator right` for an operator of OPERATORS."""
   if operator == "+":
     return left + right
   return left - right if operator == "-" else left * right
 
 
 def evaluate_call(text: str) -> int | None:
-  """Result of one operation on two operands of at most twelve digits, or None when the text is anything else."""
+  """Computes one operation on two operands of at most twelve digits; returns None when the text is anything else."""
   match = CALL.fullmatch(text)
   if match is None:
     return None
@@ -56,17 +56,17 @@ def evaluate_call(text: str) -> int | None:
 
 
 def next_operation(operators: Sequence[str]) -> int:
-  """Index of the operator to compute first: the leftmost product, without one the leftmost operator."""
+  """Returns the index of the operator to compute first: the leftmost product, or else the leftmost operator."""
   return operators.index("*") if "*" in operators else 0
 
 
 def reduce(operands: list[int], operators: list[str], index: int, value: int) -> tuple[list[int], list[str]]:
-  """The expression after operation `index` was replaced by its value."""
+  """Replaces operation `index` and its two operands by its value; returns the shorter expression."""
   return [*operands[:index], value, *operands[index + 2 :]], [*operators[:index], *operators[index + 1 :]]
 
 
 def solve(question: str) -> int:
-  """The question's value, products first, then left to right."""
+  """Computes the question's value, products first, then left to right."""
   operands, operators = parse_question(question)
   while operators:
     index = next_operation(operators)

@@ -1,7 +1,7 @@
 """The Environment protocol: asynchronous reset and step on token ids.
 
-An environment *spec* is a frozen dataclass of settings that lives in the run's configuration. It makes an `Environment`
-per episode and offers the prompts. Text becomes tokens only inside the environment; what the policy sampled is never
+The *settings* of an environment are a frozen dataclass in the run's configuration. They make an `Environment` per
+episode and list the prompts. Text becomes tokens only inside the environment; what the policy sampled is never
 re-tokenised.
 """
 
@@ -35,15 +35,16 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-  """What an environment answers to one action.
+  """An environment's answer to one action.
 
   Attributes:
     observation: token ids [n] to append behind the action, turn markers included; may be empty.
-    done: whether the episode has ended.
+    done: True when the episode has ended.
     reward: the reward of the whole episode, one finite number; required when done, None otherwise.
     info: small facts for logs, name -> number.
-    new_context: the observation takes the place of all that came before, as when a template rewrites the history: the
-      policy goes on from it alone. What was sampled is still trained, in the context in which it was sampled.
+    new_context: True when the observation replaces all that came before, as when a template rewrites the history. The
+      policy then goes on from the observation alone. Tokens sampled before it are still trained, in the context in
+      which they were sampled.
   """
 
   observation: Int[np.ndarray, "n"] | Sequence[int]
@@ -60,7 +61,7 @@ class Demonstration:
   Attributes:
     token_ids: int32 [T], prompt, actions and observations exactly as an episode would hold them.
     action_mask: bool [T], True on the expert's tokens, its end-of-turn tokens included.
-    reward: what the expert's episode earned.
+    reward: the reward that the expert's episode earned.
   """
 
   token_ids: Int[np.ndarray, "T"]
@@ -70,12 +71,25 @@ class Demonstration:
 
 @runtime_checkable
 class Environment(Protocol):
-  """One episode at a time; cheap to create. Inherit from it to get the default `on_truncated` and `close`.
+  """One episode, cheap to create. Inherit from this class to get the default `on_truncated` and `close`.
 
   Failures that are not the agent's fault are raised as `EnvironmentFailure` or a subclass.
 
+  >>> import asyncio
+  >>> from sao_jax.environments.calculator import Calculator
+  >>> from sao_jax.episode import PromptKey
+  >>> settings = Calculator()
+  >>> tokenizer = settings.tokenizer()
+  >>> environment = settings.make(tokenizer)
+  >>> prompt = Prompt(PromptKey("calculator", 0, 0), {"question": "3-12*7"})
+  >>> tokenizer.decode(asyncio.run(environment.reset(prompt)))
+  '<|bos|><|user|>3-12*7<|end|><|assistant|>'
+  >>> result = asyncio.run(environment.step(tokenizer.encode_with_specials("<|answer|>-81<|end|>")))
+  >>> result.done, result.reward
+  (True, 1.0)
+
   Attributes:
-    name: names the environment in prompt keys, failures and metrics.
+    name: the environment's name in prompt keys, failures and metrics.
     stop_ids: token ids that end an action.
   """
 
@@ -83,52 +97,61 @@ class Environment(Protocol):
   stop_ids: tuple[int, ...]
 
   async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
-    """Starts an episode; returns the prompt's token ids, with exactly one begin-of-sequence token."""
+    """Starts the episode; returns the prompt's token ids, with exactly one begin-of-sequence token."""
     ...
 
   async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
-    """Takes the tokens that the policy sampled in one turn, the stop token included."""
+    """Answers the tokens that the policy sampled in one turn, the stop token included."""
     ...
 
   async def on_truncated(self, status: Status) -> float:
-    """Reward of an episode that was cut before its end, graded on what there is."""
+    """Grades an episode that was cut before its end on what there is; returns its reward."""
     return 0.0
 
   async def close(self) -> None:
-    """Frees what the episode holds; called once, whatever happened before."""
+    """Frees the episode's resources; called once, whatever happened before."""
     return
 
 
 @runtime_checkable
 class EnvironmentSpec(Protocol):
-  """The settings of an environment."""
+  """The settings of an environment: a frozen dataclass that offers prompts and makes episodes.
+
+  >>> from sao_jax.environments.calculator import Calculator
+  >>> settings = Calculator(num_operands=2)
+  >>> isinstance(settings, EnvironmentSpec)
+  True
+  >>> prompts = settings.prompts(settings.tokenizer(), "heldout", seed=0)
+  >>> prompts[0] == prompts[0], prompts[0].key
+  (True, PromptKey(environment='calculator', id=0, epoch=0))
+  """
 
   name: str
 
   def tokenizer(self) -> Tokenizer:
-    """The tokenizer that the environment's tokens come from."""
+    """Returns the tokenizer that the environment's tokens come from."""
     ...
 
   def make(self, tokenizer: Tokenizer) -> Environment:
-    """A fresh environment for one episode."""
+    """Makes a fresh environment for one episode."""
     ...
 
   def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
-    """Random access to the prompts of "train" or "heldout" (`len`, `[index]`); equal arguments, equal prompts."""
+    """Gives random access (`len`, `[index]`) to the prompts of "train" or "heldout", the same for equal arguments."""
     ...
 
 
 @runtime_checkable
 class DemonstratingSpec(EnvironmentSpec, Protocol):
-  """The settings of an environment with an expert; SFT needs one, RL does not."""
+  """The settings of an environment with an expert, which SFT needs and RL does not."""
 
   def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
-    """One imperfect expert episode on the prompt."""
+    """Plays one imperfect expert episode on the prompt."""
     ...
 
 
 def check_token_ids(token_ids: Any, *, environment: str, vocab_size: int, what: str) -> Int[np.ndarray, "n"]:
-  """Returns the ids as int32 [n].
+  """Checks token ids from an environment; returns them as int32 [n].
 
   Raises:
     EnvironmentFailure: when they are not a flat sequence of integers in [0, vocab_size).
@@ -137,8 +160,11 @@ def check_token_ids(token_ids: Any, *, environment: str, vocab_size: int, what: 
     array = np.asarray(token_ids)
   except (TypeError, ValueError) as error:
     raise EnvironmentFailure(environment, f"{what} is not an array of token ids: {error}") from error
+
+  # NumPy makes an empty list an array of floats, so it passes before the dtype is looked at.
   if array.size == 0 and array.ndim == 1:
     return np.zeros(0, dtype=np.int32)
+
   if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
     raise EnvironmentFailure(
       environment, f"{what} must be integers of shape [n], got {array.dtype} of shape {array.shape}"
@@ -150,7 +176,7 @@ def check_token_ids(token_ids: Any, *, environment: str, vocab_size: int, what: 
 
 
 def check_step_result(result: Any, *, environment: str, vocab_size: int) -> StepResult:
-  """Returns the result with int32 ids and a float reward.
+  """Checks an environment's answer; returns it with int32 ids and a float reward.
 
   Raises:
     EnvironmentFailure: for anything but a StepResult with valid ids, a boolean `done`, and a reward only when done.
@@ -163,6 +189,8 @@ def check_step_result(result: Any, *, environment: str, vocab_size: int) -> Step
   observation = check_token_ids(
     result.observation, environment=environment, vocab_size=vocab_size, what="the observation"
   )
+
+  # `done`, `reward` and `new_context` must agree.
   done = bool(result.done)
   if result.new_context and (done or not len(observation)):
     raise EnvironmentFailure(environment, "a new context needs at least one token, and a turn that follows")

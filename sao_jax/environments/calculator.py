@@ -7,9 +7,11 @@
     <|observation|>-81<|end|><|assistant|>                observation
     <|answer|>-81<|end|>                                  action, ends the episode
 
-The reward is 1 when the answer is the right integer, however it was found (without a tool call too), else 0. Whatever
-else the policy writes is its own fault and graded: it is answered with the observation "error" and uses up a call, and
-an episode that asks for more calls than it has ends with reward 0.
+The reward is 1 when the answer is the right integer, with or without a tool call, else 0. Anything else that the policy
+writes is its own fault: the observation is "error", and the turn counts as a call. An episode that asks for more than
+`max_calls` calls ends with reward 0.
+
+The expert (`demonstrate`) computes one operation per call and makes mistakes on purpose.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Int
@@ -32,6 +33,7 @@ from sao_jax.rewards.exact_match import integer_match
 
 MAX_DRAWS = 1000  # 0.9 ** 1000 = 2e-46: only a handful of different questions has none in a split
 MAX_HELDOUT = 10_000  # held-out questions, where there are more
+MISTAKES = ("digit", "operator", "order", "early answer", "malformed")  # of the expert, equally likely
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +71,12 @@ class Calculator:
     return HeldoutPrompts(self, seed) if check_split(split) == "heldout" else TrainingPrompts(self, seed)
 
   def demonstration(self, prompt: Prompt, tokenizer: ByteTokenizer, rng: np.random.Generator) -> Demonstration:
-    """An expert whose every step goes wrong with probability `demonstration_noise`, see `calculator_expert`."""
+    """Plays the expert, whose every step goes wrong with probability `demonstration_noise`."""
     return demonstrate(self.make(tokenizer), prompt, rng, self.demonstration_noise)
 
 
 class TrainingPrompts(Sequence[Prompt]):
-  """Questions by index: the first of the draws (seed, index, 0), (seed, index, 1), ... that is for training."""
+  """Training questions by index: the first one among the draws (seed, index, 0), (seed, index, 1), ..."""
 
   def __init__(self, settings: Calculator, seed: int):
     self._settings, self._seed = settings, seed
@@ -95,18 +97,21 @@ class TrainingPrompts(Sequence[Prompt]):
 
 
 class HeldoutPrompts(Sequence[Prompt]):
-  """Different questions, so that the trials of an evaluation are independent; their order depends on the seed.
+  """Held-out questions, all different, so that the trials of an evaluation are independent.
 
-  All that there are, or as many as `num_prompts` and MAX_HELDOUT allow.
+  There are min(`num_prompts`, MAX_HELDOUT) of them, or fewer when the settings allow no more. The seed gives the order.
   """
 
   def __init__(self, settings: Calculator, seed: int):
     kinds = (settings.num_operands, settings.max_operand, "".join(dict.fromkeys(settings.operators)))
     total, most = arithmetic.count_questions(*kinds), min(settings.num_prompts, MAX_HELDOUT)
-    # A tenth of them is held out: so many, if there are so many, surely hold as many as are wanted.
-    looked_at = min(total, 20 * most + MAX_DRAWS)
-    numbers = np.random.default_rng(seed).choice(total, size=looked_at, replace=False).tolist()
+
+    # About one question in ten is held out, so drawing 20 times as many as we need (or all there are) is practically
+    # certain to find enough.
+    num_drawn = min(total, 20 * most + MAX_DRAWS)
+    numbers = np.random.default_rng(seed).choice(total, size=num_drawn, replace=False).tolist()
     questions = (arithmetic.question_at(number, *kinds) for number in numbers)
+
     self._questions = list(itertools.islice((q for q in questions if split_of(q) == "heldout"), most))
     self._name = settings.name
     if not self._questions:
@@ -146,7 +151,7 @@ class CalculatorEpisode(Environment):
     return self.respond(action_ids)
 
   def begin(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
-    """Token ids of the prompt."""
+    """Starts the episode; returns the token ids of the prompt."""
     question = prompt.data["question"]
     self._calls, self._solution = 0, arithmetic.solve(question)
     tokenizer = self.tokenizer
@@ -159,13 +164,17 @@ class CalculatorEpisode(Environment):
     )
 
   def respond(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
-    """The answer to one action: graded when it is an answer, computed when it is a call, else "error"."""
+    """Answers one action: grades an answer, computes a call, and says "error" to anything else."""
     kind, text = self._read(action_ids)
+
+    # Two ways to end: an answer, or one call too many.
     if kind == self.tokenizer.answer_id:
       reward = integer_match(text, self._solution)
       return StepResult(np.zeros(0, dtype=np.int32), True, reward, {"calls": float(self._calls)})
     if self._calls == self._max_calls:
       return StepResult(np.zeros(0, dtype=np.int32), True, 0.0, {"calls": float(self._calls)})
+
+    # Everything else counts as a call, malformed actions too.
     self._calls += 1
     is_call = kind == self.tokenizer.tool_call_id and text is not None
     value = arithmetic.evaluate_call(text) if is_call else None
@@ -173,17 +182,11 @@ class CalculatorEpisode(Environment):
     return StepResult(self.tokenizer.encode_with_specials(f"<|observation|>{shown}<|end|><|assistant|>"), False)
 
   def _read(self, action_ids: Int[np.ndarray, "n"]) -> tuple[int | None, str | None]:
-    """(first token, text up to the end-of-turn token); None where the action does not have that shape."""
+    """Returns (first token, text up to the end-of-turn token), None for a missing part."""
     ids = np.asarray(action_ids)
     if len(ids) < 2 or ids[-1] != self.tokenizer.end_id:
       return None, None
     return int(ids[0]), self.tokenizer.decode_bytes(ids[1:-1])
-
-
-if TYPE_CHECKING:
-  from sao_jax.environments.calculator import CalculatorEpisode
-
-MISTAKES = ("digit", "operator", "order", "early answer", "malformed")
 
 
 def demonstrate(episode: CalculatorEpisode, prompt: Prompt, rng: np.random.Generator, noise: float) -> Demonstration:
@@ -200,6 +203,7 @@ def demonstrate(episode: CalculatorEpisode, prompt: Prompt, rng: np.random.Gener
   operands, operators = arithmetic.parse_question(prompt.data["question"])
   reward = None
   while reward is None:
+    # Choose the next action: an answer once no operator is left, a tool call before that.
     mistake = MISTAKES[rng.integers(len(MISTAKES))] if rng.random() < noise else None
     index = arithmetic.next_operation(operators) if operators else 0
     if not operators:
@@ -212,6 +216,8 @@ def demonstrate(episode: CalculatorEpisode, prompt: Prompt, rng: np.random.Gener
         if len(operators) == 1:
           operands = operands[::-1]
       kind, text = "<|tool_call|>", write_call(operands, operators, index, mistake, rng)
+
+    # Play it. The action is imitated, the observation is not.
     action = np.concatenate(
       [tokenizer.encode_with_specials(kind), tokenizer.encode(text), tokenizer.encode_with_specials("<|end|>")]
     )
@@ -219,9 +225,12 @@ def demonstrate(episode: CalculatorEpisode, prompt: Prompt, rng: np.random.Gener
     reward = result.reward
     pieces += [action, result.observation]
     masks += [True, False]
+
+    # Go on with the value of the call as it was written, wrong or not; a malformed call is repeated.
     value = arithmetic.evaluate_call(text)
     if not result.done and value is not None:
       operands, operators = arithmetic.reduce(operands, operators, index, value)
+
   return Demonstration(
     np.concatenate(pieces).astype(np.int32),
     np.concatenate([np.full(len(piece), mask, dtype=bool) for piece, mask in zip(pieces, masks)]),
@@ -232,7 +241,7 @@ def demonstrate(episode: CalculatorEpisode, prompt: Prompt, rng: np.random.Gener
 def write_call(
   operands: list[int], operators: list[str], index: int, mistake: str | None, rng: np.random.Generator
 ) -> str:
-  """Text of the call for operation `index`, with the mistake in it if it is one of spelling."""
+  """Writes the call for operation `index`; a mistake in a digit, an operator or the form goes into its text."""
   left, operator, right = str(operands[index]), operators[index], str(operands[index + 1])
   if mistake == "operator":
     operator = str(rng.choice([other for other in arithmetic.OPERATORS if other != operator]))
@@ -247,7 +256,7 @@ def write_call(
 
 
 def change_digit(number: str, rng: np.random.Generator) -> str:
-  """The number with one of its digits replaced by another digit."""
+  """Replaces one digit of the number by another digit."""
   places = [place for place, character in enumerate(number) if character.isdigit()]
   place = int(rng.choice(places))
   other = (int(number[place]) + int(rng.integers(1, 10))) % 10

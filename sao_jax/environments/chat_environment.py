@@ -1,7 +1,7 @@
 """Environments that speak text: messages in, messages out; the chat template makes token ids of them.
 
-What the policy sampled is kept id by id, see `sao_jax.chat.conversation`. A subclass opens an episode with
-messages and answers what the assistant said; tool calls in it are read by `sao_jax.chat.tool_calls`.
+Sampled tokens are kept id by id (`sao_jax.chat.conversation`). A subclass opens an episode with messages and answers
+the assistant's turns; `sao_jax.chat.tool_calls` reads the tool calls in them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sao_jax.episode import Prompt
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-  """What a chat environment answers to one turn.
+  """A chat environment's answer to one turn.
 
   Attributes:
-    messages: what to append, at least one unless done: tool results, a user's message.
-    done: whether the episode has ended.
+    messages: messages to append (tool results, a user's message); at least one unless done.
+    done: True when the episode has ended.
     reward: the reward of the whole episode; required when done, None otherwise.
     info: small facts for logs, name -> number.
   """
@@ -40,8 +40,27 @@ class Reply:
 class ChatEnvironment(Environment):
   """One conversation as an episode. Subclasses implement `open` and `respond`.
 
-  A template that rewrites history (it drops earlier thinking, say) begins a new context, see `StepResult`; with
-  `rewrite="keep"` the policy goes on seeing what it wrote.
+  When the template rewrites history (drops earlier thinking, say), the answer begins a new context: `StepResult` says
+  what that means. With `rewrite="keep"` the context is extended instead, and the policy goes on seeing what it wrote.
+
+  >>> class Greeting(ChatEnvironment):
+  ...   async def open(self, prompt):
+  ...     return [{"role": "user", "content": f"Greet {prompt.data['name']}."}]
+  ...
+  ...   async def respond(self, said):
+  ...     return Reply(done=True, reward=float("Hello" in said))
+  >>> from sao_jax.chat.hf_tokenizer import HFTokenizer
+  >>> from sao_jax.episode import PromptKey
+  >>> renderer = ChatRenderer(HFTokenizer(folder))  # a folder with tokenizer.json and a chat template
+  >>> environment = Greeting("greeting", renderer)
+  >>> prompt_ids = asyncio.run(environment.reset(Prompt(PromptKey("greeting", 0, 0), {"name": "Ada"})))
+  >>> print(renderer.tokenizer.decode(prompt_ids), end="")
+  <|im_start|>user
+  Greet Ada.<|im_end|>
+  <|im_start|>assistant
+  >>> action_ids = renderer.tokenizer.encode_with_specials("Hello Ada!<|im_end|>")  # sampled, in a real run
+  >>> asyncio.run(environment.step(action_ids)).reward
+  1.0
 
   Attributes:
     tools: JSON schemas for the template, set before `open` returns.
@@ -50,11 +69,11 @@ class ChatEnvironment(Environment):
   tools: Tools = None
 
   def __init__(self, name: str, renderer: ChatRenderer, *, rewrite: str = "segment"):
-    """`rewrite` is that of `ChatSession`."""
+    """Names the environment; `renderer` and `rewrite` are those of its `ChatSession`s."""
     self.name, self.stop_ids = name, renderer.stop_ids
     self._renderer, self._rewrite = renderer, rewrite
     self._session: ChatSession | None = None
-    self._deviations = 0  # turns behind which the context was not what the template makes of the conversation
+    self._deviations = 0  # turns after which the context differed from the template's rendering of the conversation
 
   @abc.abstractmethod
   async def open(self, prompt: Prompt) -> Sequence[Message]:
@@ -74,7 +93,8 @@ class ChatEnvironment(Environment):
     if reply.done:
       info = reply.info | {"template_deviations": float(self._deviations)}
       return StepResult(np.zeros(0, dtype=np.int32), True, reply.reward, info)
-    # In a thread: a template goes through the whole conversation, which takes a while when it is long.
+
+    # In a thread, because a template goes through the whole conversation, which takes a while when it is long.
     continuation = await asyncio.to_thread(self._session.observe, reply.messages)
     self._deviations += not continuation.exact
     return StepResult(continuation.token_ids, False, reply.reward, reply.info, continuation.new_segment)

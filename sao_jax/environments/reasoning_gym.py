@@ -3,9 +3,11 @@
     <|bos|><|user|>question<|end|><|assistant|>     prompt
     thinking<|answer|>answer<|end|>                 action, ends the episode (thinking is optional)
 
-What stands behind the last answer token is the answer; an action without one has no answer and earns 0. Scorers read
-what a policy wrote, so they run in processes that are killed when they take too long. With a tokenizer folder the
-question is a chat instead, see `reasoning_gym_chat`.
+The answer is the text behind the last answer token; an action without such a token earns 0. Scorers read what a policy
+wrote, so they run in processes that are killed when they take too long.
+
+With a tokenizer folder, the question is the user's message of a chat, and the answer stands between <answer> and
+</answer>.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -34,11 +36,12 @@ from sao_jax.rewards.grader_pool import GraderPool
 from sao_jax.rewards.scalar import check_reward
 
 MAX_DRAWS = 256  # 0.9 ** 256 = 2e-12: only a task with a handful of questions has none in a split
+INSTRUCTION = "Write your final answer between <answer> and </answer>, and nothing else between them."  # of a chat
 
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningGym:
-  """Settings: which task, and what it is created with. Needs the extra `envs`."""
+  """Settings: the name of the task and the options to create it with. Needs the extra `envs`."""
 
   task: str
   task_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # min_terms, max_digits, ...
@@ -57,7 +60,6 @@ class ReasoningGym:
       raise ConfigError(
         "environment.demonstration_noise", f"{self.demonstration_noise} is no probability.", "Use 0 to 1."
       )
-
     if self.grader_processes < 1:
       raise ConfigError("environment.grader_processes", f"{self.grader_processes} grade nothing.", "Use at least 1.")
     if not 0.0 < self.grader_timeout < math.inf:
@@ -79,7 +81,7 @@ class ReasoningGym:
     return {}
 
   def dataset(self, seed: int) -> Any:
-    """The task's data set for a seed. It is created once; its entries are computed when asked for.
+    """Returns the task's data set for a seed: created once, its entries computed when asked for.
 
     Raises:
       ConfigError: when the package is missing, there is no such task, or the task refuses `task_config`.
@@ -89,7 +91,7 @@ class ReasoningGym:
     return self._datasets[seed]
 
   def entry(self, prompt: Prompt) -> dict[str, Any]:
-    """The task's own entry (question, answer, metadata) of a prompt."""
+    """Returns the task's own entry (question, answer, metadata) for a prompt."""
     return self.dataset(prompt.data["seed"])[prompt.data["index"]]
 
   @functools.cached_property
@@ -105,11 +107,11 @@ class ReasoningGym:
     return ReasoningGymEpisode(self, tokenizer)
 
   def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> ReasoningGymPrompts:
-    self.dataset(dataset_seed(seed, 0))  # so that a setting that cannot work is refused now
+    self.dataset(dataset_seed(seed, 0))  # refuses settings that cannot work now, not at the first prompt
     return ReasoningGymPrompts(self, check_split(split), seed)
 
   def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
-    """The task's answer; with probability `demonstration_noise` one of its characters is wrong.
+    """Answers with the task's own answer, one of whose characters is wrong with probability `demonstration_noise`.
 
     Raises:
       ConfigError: when the task only grades answers and knows none itself.
@@ -122,19 +124,15 @@ class ReasoningGym:
       )
     if rng.random() < self.demonstration_noise:
       answer = corrupt(answer, rng)
+
     reward = score(self.dataset(prompt.data["seed"]), entry, answer, self.name)
     if self.tokenizer_folder:
       return chat_demonstration(self._renderer, entry["question"], answer, reward)
-    question = encode_question(tokenizer, entry["question"])
-    action = np.concatenate(
-      [[tokenizer.answer_id], tokenizer.encode(answer), [tokenizer.end_id]], dtype=np.int32, casting="same_kind"
-    )
-    mask = np.concatenate([np.zeros(len(question), dtype=bool), np.ones(len(action), dtype=bool)])
-    return Demonstration(np.concatenate([question, action]), mask, reward)
+    return byte_demonstration(tokenizer, entry["question"], answer, reward)
 
 
 class ReasoningGymPrompts(Sequence[Prompt]):
-  """Questions by index: the first draw for the index (each draw has its own data set) that falls into the split."""
+  """Questions by index: the first of the index's draws (each from a data set of its own) that is in the split."""
 
   def __init__(self, settings: ReasoningGym, split: str, seed: int):
     self._settings, self._split, self._seed = settings, split, seed
@@ -159,18 +157,47 @@ class ReasoningGymPrompts(Sequence[Prompt]):
     )
 
 
+def dataset_seed(seed: int, draw: int) -> int:
+  """Derives the seed of one data set. reasoning-gym seeds entry i with seed + i: neighbouring seeds share entries."""
+  return int(np.random.SeedSequence((seed, draw)).generate_state(1, dtype=np.uint32)[0])
+
+
+def score(dataset: Any, entry: dict[str, Any], answer: str, environment: str) -> float:
+  """Scores the answer with the task's own scorer.
+
+  An answer earns 0 when the scorer fails on it (by an exception, or without a finite number) but grades the entry's
+  own answer: then it is the agent's text that broke the scorer.
+
+  Raises:
+    GraderFailure: when the scorer cannot grade even the entry's own answer, or returns no finite number.
+  """
+  try:
+    return check_reward(dataset.score_answer(answer, entry), environment)
+  except Exception as error:
+    try:
+      check_reward(dataset.score_answer(entry["answer"], entry), environment)
+    except Exception:
+      raise GraderFailure(environment, f"the scorer failed, {type(error).__name__}: {error}") from error
+    return 0.0
+
+
 class _Scorer:
-  """`score` for a worker process; entries come from the parent, for some depend on the process that made them."""
+  """`score` for a worker process. Entries come from the parent, since some depend on the process that made them."""
 
   def __init__(self, settings: ReasoningGym):
-    self._settings = dataclasses.replace(settings)  # without what has been computed
+    self._settings = dataclasses.replace(settings)  # a copy without the cached data sets and graders
 
   def __setstate__(self, state: dict[str, Any]) -> None:
     self.__dict__.update(state)
-    self._settings.dataset(0)  # imports the package now, not in the time of the first answer
+    self._settings.dataset(0)  # imports the package now: the first answer's time-out is not for that
 
   def __call__(self, seed: int, entry: dict[str, Any], answer: str) -> float:
     return score(self._settings.dataset(seed), entry, answer, self._settings.name)
+
+
+async def _grade(settings: ReasoningGym, seed: int, entry: dict[str, Any], answer: str | None) -> float:
+  """Scores the answer in a worker process; no answer earns 0."""
+  return 0.0 if answer is None else await settings.graders.grade(settings.name, seed, entry, answer)
 
 
 class ReasoningGymEpisode(Environment):
@@ -187,13 +214,11 @@ class ReasoningGymEpisode(Environment):
 
   async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
     answer = self._read(action_ids)
-    reward = 0.0
-    if answer is not None:
-      reward = await self._settings.graders.grade(self.name, self._seed, self._entry, answer)
+    reward = await _grade(self._settings, self._seed, self._entry, answer)
     return StepResult(np.zeros(0, dtype=np.int32), True, reward, {"answered": float(answer is not None)})
 
   def _read(self, action_ids: Int[np.ndarray, "n"]) -> str | None:
-    """Text between the last answer token and the end-of-turn token, or None."""
+    """Returns the text between the last answer token and the end-of-turn token, or None."""
     ids = np.asarray(action_ids)
     markers = np.flatnonzero(ids == self._tokenizer.answer_id)
     if not len(markers) or ids[-1] != self._tokenizer.end_id:
@@ -202,55 +227,14 @@ class ReasoningGymEpisode(Environment):
     return text.strip() if text is not None else None
 
 
-def dataset_seed(seed: int, draw: int) -> int:
-  """Seed of one data set. reasoning-gym seeds entry i with seed + i, so neighbouring seeds would share entries."""
-  return int(np.random.SeedSequence((seed, draw)).generate_state(1, dtype=np.uint32)[0])
-
-
 def encode_question(tokenizer: ByteTokenizer, question: str) -> Int[np.ndarray, "n"]:
-  """Token ids of the prompt."""
+  """Encodes the prompt: the question between its turn markers."""
   before, after = (tokenizer.encode_with_specials(text) for text in ("<|bos|><|user|>", "<|end|><|assistant|>"))
   return np.concatenate([before, tokenizer.encode(question), after])
 
 
-def score(dataset: Any, entry: dict[str, Any], answer: str, environment: str) -> float:
-  """The task's own score of the answer.
-
-  A scorer that fails on the answer (no finite number included) but grades the entry's own answer was broken by
-  the agent, which earns 0.
-
-  Raises:
-    GraderFailure: when the scorer cannot grade even the entry's own answer, or returns no finite number.
-  """
-  try:
-    return check_reward(dataset.score_answer(answer, entry), environment)
-  except Exception as error:
-    try:
-      check_reward(dataset.score_answer(entry["answer"], entry), environment)
-    except Exception:
-      raise GraderFailure(environment, f"the scorer failed, {type(error).__name__}: {error}") from error
-    return 0.0
-
-
-def corrupt(answer: str, rng: np.random.Generator) -> str:
-  """The answer with one letter or digit replaced by another one; without either, an empty answer."""
-  places = [place for place, character in enumerate(answer) if character.isascii() and character.isalnum()]
-  if not places:
-    return ""
-  place = int(rng.choice(places))
-  alphabet = "0123456789" if answer[place].isdigit() else "abcdefghijklmnopqrstuvwxyz"
-  other = str(rng.choice([character for character in alphabet if character != answer[place].lower()]))
-  return answer[:place] + (other.upper() if answer[place].isupper() else other) + answer[place + 1 :]
-
-
-if TYPE_CHECKING:
-  from sao_jax.environments.reasoning_gym import ReasoningGym
-
-INSTRUCTION = "Write your final answer between <answer> and </answer>, and nothing else between them."
-
-
 class ReasoningGymChatEpisode(ChatEnvironment):
-  """One question, one answer."""
+  """One question, one answer, as a chat."""
 
   def __init__(self, settings: ReasoningGym, renderer: ChatRenderer):
     super().__init__(settings.name, renderer)
@@ -263,19 +247,17 @@ class ReasoningGymChatEpisode(ChatEnvironment):
 
   async def respond(self, said: str) -> Reply:
     answer = read_answer(said)
-    reward = 0.0
-    if answer is not None:
-      reward = await self._settings.graders.grade(self.name, self._seed, self._entry, answer)
+    reward = await _grade(self._settings, self._seed, self._entry, answer)
     return Reply(done=True, reward=reward, info={"answered": float(answer is not None)})
 
 
 def chat_messages(question: str) -> list[Message]:
-  """The conversation before the answer."""
+  """Writes the conversation before the answer."""
   return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": question}]
 
 
 def read_answer(said: str) -> str | None:
-  """Text between the last <answer> and the </answer> behind it, thinking left out; None without both."""
+  """Returns the text between the last <answer> and the next </answer> outside the thinking, or None without both."""
   _, closed, shown = said.rpartition("</think>")
   start = shown.rfind("<answer>")
   if start < 0 or (not closed and "<think>" in said):
@@ -284,8 +266,29 @@ def read_answer(said: str) -> str | None:
   return answer.strip() if end else None
 
 
+def corrupt(answer: str, rng: np.random.Generator) -> str:
+  """Replaces one letter or digit of the answer by another one; returns "" for an answer without any."""
+  places = [place for place, character in enumerate(answer) if character.isascii() and character.isalnum()]
+  if not places:
+    return ""
+  place = int(rng.choice(places))
+  alphabet = "0123456789" if answer[place].isdigit() else "abcdefghijklmnopqrstuvwxyz"
+  other = str(rng.choice([character for character in alphabet if character != answer[place].lower()]))
+  return answer[:place] + (other.upper() if answer[place].isupper() else other) + answer[place + 1 :]
+
+
+def byte_demonstration(tokenizer: ByteTokenizer, question: str, answer: str, reward: float) -> Demonstration:
+  """Makes the episode in which the byte tokenizer's policy gives the answer at once."""
+  prompt = encode_question(tokenizer, question)
+  action = np.concatenate(
+    [[tokenizer.answer_id], tokenizer.encode(answer), [tokenizer.end_id]], dtype=np.int32, casting="same_kind"
+  )
+  mask = np.concatenate([np.zeros(len(prompt), dtype=bool), np.ones(len(action), dtype=bool)])
+  return Demonstration(np.concatenate([prompt, action]), mask, reward)
+
+
 def chat_demonstration(renderer: ChatRenderer, question: str, answer: str, reward: float) -> Demonstration:
-  """The episode in which the assistant gives the answer at once."""
+  """Makes the episode in which the assistant gives the answer at once."""
   session = renderer.start(chat_messages(question))
   session.act(session.action_ids(f"<answer>{answer}</answer>"))
   (segment,) = session.segments

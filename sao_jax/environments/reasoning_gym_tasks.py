@@ -9,9 +9,9 @@ from typing import Any
 
 from sao_jax.errors import ConfigError
 
-# Their scorers evaluate the answer (eval, or sympy's parser, which calls it), or work without a bound on a short one (a
-# fraction with the exponent 999999999, a piece moved 999999999 times): text that a policy wrote could run code or never
-# end. From a reading of all scorers of reasoning-gym 0.1.25.
+# The scorers of these tasks evaluate the answer (eval, or sympy's parser, which calls it), or work without a bound on a
+# short one (a fraction with the exponent 999999999, a piece moved 999999999 times): text that a policy wrote could run
+# code or never end. From a reading of all scorers of reasoning-gym 0.1.25.
 UNSAFE_TASKS = frozenset(
   (
     "binary_matrix",
@@ -32,7 +32,7 @@ UNSAFE_TASKS = frozenset(
 
 
 def check_task(task: str, task_config: Mapping[str, Any]) -> None:
-  """What can be checked without the package.
+  """Checks a task's name and settings as far as that works without the package.
 
   Raises:
     ConfigError: for a task with an unsafe scorer, and for settings that the environment makes itself.
@@ -53,7 +53,7 @@ def check_task(task: str, task_config: Mapping[str, Any]) -> None:
 
 
 def create_dataset(task: str, task_config: Mapping[str, Any], *, seed: int, size: int) -> Any:
-  """Creates the task's data set.
+  """Creates the task's data set of `size` entries.
 
   Raises:
     ConfigError: when the package is missing, the task or a setting does not exist, or a value is refused.
@@ -64,6 +64,8 @@ def create_dataset(task: str, task_config: Mapping[str, Any], *, seed: int, size
     raise ConfigError(
       "environment", f"The package reasoning-gym is not installed ({error}).", "Run: pip install -e '.[envs]'"
     ) from error
+
+  # Names are checked here, so that a typing error is answered with the nearest name.
   if task not in DATASETS:
     raise ConfigError("environment.task", f"reasoning-gym has no task {task!r}.", nearest(task, DATASETS))
   dataset_class, config_class = DATASETS[task]
@@ -71,6 +73,8 @@ def create_dataset(task: str, task_config: Mapping[str, Any], *, seed: int, size
   for name in task_config:
     if name not in known:
       raise ConfigError(f"environment.task_config.{name}", f"Task {task!r} has no such setting.", nearest(name, known))
+
+  # Values are checked by the task itself.
   try:
     config = config_class(**task_config, seed=seed, size=size)
     return dataset_class(config=config)
@@ -81,6 +85,6 @@ def create_dataset(task: str, task_config: Mapping[str, Any], *, seed: int, size
 
 
 def nearest(name: str, known: Mapping[str, Any] | list[str]) -> str:
-  """A remedy that names what resembles the name, or else everything."""
+  """Writes the remedy for an unknown name: the known names that resemble it, or else all of them."""
   matches = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
   return f"Did you mean {', '.join(matches)}?" if matches else f"Choose among: {', '.join(sorted(known))}."

@@ -1,6 +1,7 @@
-"""Faults on purpose around any environment: raise, hang, slow, garbage, killed process. A run survives them all.
+"""Environments around other environments: faults on purpose (`Chaos`) and slow answers (`SimulatedLatency`).
 
-dataclasses.replace(config, environment=Chaos(config.environment, raises=0.05, hangs=0.02))
+Both change an episode, never its task: prompts, tokenizer and expert are those of the inner environment. Everything
+random depends on the wrapper's seed and the prompt's key alone, so every run and every attempt meets the same trouble.
 """
 
 from __future__ import annotations
@@ -25,32 +26,86 @@ from sao_jax.errors import ConfigError
 T = TypeVar("T")
 
 
-class Fault(enum.Enum):
-  """What goes wrong in an episode."""
+@dataclasses.dataclass(frozen=True)
+class Wrapper:
+  """Settings of an environment around another one; subclasses add their own, and make the episodes."""
 
-  RAISE = "raise"  # an exception that nobody knows
+  inner: EnvironmentSpec
+
+  @property
+  def name(self) -> str:
+    return self.inner.name
+
+  def tokenizer(self) -> Tokenizer:
+    return self.inner.tokenizer()
+
+  def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
+    return self.inner.prompts(tokenizer, split, seed)
+
+  @property
+  def demonstration(self) -> Callable[[Prompt, Tokenizer, np.random.Generator], Demonstration]:
+    """The inner environment's expert; an inner environment without one makes this an AttributeError."""
+    return self.inner.demonstration
+
+
+class WrappedEpisode(Environment):
+  """An episode that hands every call on to the inner one; subclasses change some of the calls."""
+
+  def __init__(self, inner: Environment):
+    self.name, self.stop_ids = inner.name, inner.stop_ids
+    self._inner = inner
+
+  async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
+    return await self._inner.reset(prompt)
+
+  async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
+    return await self._inner.step(action_ids)
+
+  async def on_truncated(self, status: Status) -> float:
+    return await self._inner.on_truncated(status)
+
+  async def close(self) -> None:
+    await self._inner.close()
+
+
+def generator_of(seed: int, key: PromptKey) -> np.random.Generator:
+  """Makes the random numbers of one prompt's episodes: the same for the same seed and key, in any process."""
+  digest = hashlib.sha256(repr((seed, *key)).encode("utf-8")).digest()
+  return np.random.default_rng(int.from_bytes(digest[:16], "big"))
+
+
+class Fault(enum.Enum):
+  """A kind of fault, in the order of the rates of `Chaos`."""
+
+  RAISE = "raise"  # the call raises an exception of an unknown kind
   HANG = "hang"  # the call never returns
   SLOW = "slow"  # the call returns late
-  GARBAGE = "garbage"  # the call returns what it should not
+  GARBAGE = "garbage"  # the call returns a value that it must not return
   KILL = "kill"  # a process that does the call's work is killed
 
 
-class Place(enum.Enum):
-  """Where it goes wrong: in the call that ..."""
+class FaultPlace(enum.Enum):
+  """The call in which a fault shows."""
 
-  RESET = "reset"  # starts the episode
-  STEP = "step"  # answers the first action
-  REWARD = "reward"  # gives the reward: the last step, or the grading of an episode that was cut
+  RESET = "reset"  # the call that starts the episode
+  STEP = "step"  # the call that answers the first action
+  REWARD = "reward"  # the call that gives the reward: the last step, or the grading of an episode that was cut
 
 
 @dataclasses.dataclass(frozen=True)
-class Chaos:
-  """Wraps another environment's settings; the rates are shares of episodes, each of which has one fault at most.
+class Chaos(Wrapper):
+  """Settings of faults on purpose. The rates are shares of episodes; an episode has one fault at most.
 
-  Which fault an episode has, and where, depends on `seed` and its prompt's key alone: so does every attempt at it.
+  The fault of an episode, and its place, depend on `seed` and its prompt's key alone: every attempt meets it again.
+
+  >>> from sao_jax.environments.calculator import Calculator
+  >>> chaos = Chaos(Calculator(), raises=0.5, places=("step",))
+  >>> chaos.fault(PromptKey("calculator", 0, 0)) is None
+  True
+  >>> chaos.fault(PromptKey("calculator", 1, 0))
+  (<Fault.RAISE: 'raise'>, <FaultPlace.STEP: 'step'>)
   """
 
-  inner: EnvironmentSpec
   raises: float = 0.0
   hangs: float = 0.0
   slow: float = 0.0
@@ -70,70 +125,53 @@ class Chaos:
       raise ConfigError(
         "environment.slow_seconds", f"{self.slow_seconds} seconds cannot be waited.", "Use a finite number >= 0."
       )
-    if not self.places or not set(self.places) <= {place.value for place in Place}:
+    if not self.places or not set(self.places) <= {place.value for place in FaultPlace}:
       raise ConfigError("environment.places", f"{self.places} is wrong.", "Name some of reset, step and reward.")
-
-  @property
-  def name(self) -> str:
-    return self.inner.name
-
-  def tokenizer(self) -> Tokenizer:
-    return self.inner.tokenizer()
 
   def make(self, tokenizer: Tokenizer) -> ChaosEpisode:
     return ChaosEpisode(self, self.inner.make(tokenizer))
 
-  def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
-    return self.inner.prompts(tokenizer, split, seed)
-
-  @property
-  def demonstration(self) -> Callable[[Prompt, Tokenizer, np.random.Generator], Demonstration]:
-    """The inner environment's; there is no such attribute where that has no expert."""
-    return self.inner.demonstration
-
   def rates(self) -> dict[str, float]:
-    """The rate of each fault, by field, in the order of `Fault`."""
+    """Lists the rate of each fault by field, in the order of `Fault`."""
     return {name: getattr(self, name) for name in ("raises", "hangs", "slow", "garbage", "kills")}
 
-  def fault(self, key: PromptKey) -> tuple[Fault, Place] | None:
-    """What goes wrong in the episodes of a prompt, and where; None where nothing does."""
-    digest = hashlib.sha256(repr((self.seed, *key)).encode("utf-8")).digest()
-    draw, place = np.random.default_rng(int.from_bytes(digest[:16], "big")).random(2)
+  def fault(self, key: PromptKey) -> tuple[Fault, FaultPlace] | None:
+    """Draws the fault of a prompt's episodes and its place; None for episodes without a fault."""
+    draw, place = generator_of(self.seed, key).random(2)
     for fault, rate in zip(Fault, self.rates().values(), strict=True):
       if draw < rate:
-        return fault, Place(self.places[int(place * len(self.places))])
+        return fault, FaultPlace(self.places[int(place * len(self.places))])
       draw -= rate
     return None
 
 
-class ChaosEpisode(Environment):
-  """The inner episode, in which something may go wrong."""
+class ChaosEpisode(WrappedEpisode):
+  """The inner episode, in which one call may go wrong."""
 
   def __init__(self, settings: Chaos, inner: Environment):
-    self.name, self.stop_ids = inner.name, inner.stop_ids
-    self._settings, self._inner = settings, inner
+    super().__init__(inner)
+    self._settings = settings
 
   async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
     self._due = self._settings.fault(prompt.key)
-    return await self._call(Place.RESET, lambda: self._inner.reset(prompt), garbage="not token ids")
+    return await self._call(FaultPlace.RESET, lambda: self._inner.reset(prompt), garbage="not token ids")
 
   async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
-    result = await self._call(Place.STEP, lambda: self._inner.step(action_ids), garbage=StepResult([-1], False))
+    result = await self._call(FaultPlace.STEP, lambda: self._inner.step(action_ids), garbage=StepResult([-1], False))
     if not result.done:
       return result
     garbage = dataclasses.replace(result, reward=math.nan)
-    return await self._call(Place.REWARD, lambda: _return(result), garbage=garbage)
+    return await self._call(FaultPlace.REWARD, lambda: _return(result), garbage=garbage)
 
   async def on_truncated(self, status: Status) -> float:
-    return await self._call(Place.REWARD, lambda: self._inner.on_truncated(status), garbage=math.nan)
+    return await self._call(FaultPlace.REWARD, lambda: self._inner.on_truncated(status), garbage=math.nan)
 
-  async def close(self) -> None:
-    await self._inner.close()
-
-  async def _call(self, place: Place, call: Callable[[], Awaitable[T]], *, garbage: Any) -> T:
+  async def _call(self, place: FaultPlace, call: Callable[[], Awaitable[T]], *, garbage: Any) -> T:
+    """Makes the call, with the episode's fault if that is due here; `garbage` is the wrong value of this call."""
     fault = None
     if self._due is not None and self._due[1] is place:
-      (fault, _), self._due = self._due, None
+      (fault, _), self._due = self._due, None  # once per episode
+
     if fault is Fault.RAISE:
       raise RuntimeError(f"chaos in {place.value}")
     if fault is Fault.HANG:
@@ -151,8 +189,8 @@ async def _return(value: T) -> T:
   return value
 
 
-async def _ask_a_process_that_is_killed(place: Place) -> None:
-  """Raises what the client of a worker process sees when the process dies before it has answered."""
+async def _ask_a_process_that_is_killed(place: FaultPlace) -> None:
+  """Raises the error that a client sees when a worker process dies before it has answered."""
   process = await asyncio.create_subprocess_exec(
     *(sys.executable, "-S", "-c", "input()"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
   )
@@ -163,15 +201,19 @@ async def _ask_a_process_that_is_killed(place: Place) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class SimulatedLatency:
-  """Wraps another environment's settings; every step first waits exp(N(mu, sigma^2)) seconds, mean `mean`.
+class SimulatedLatency(Wrapper):
+  """Settings of slow answers: every step first waits exp(N(mu, sigma^2)) seconds, `mean` on average.
 
   The waits of an episode depend on `seed` and its prompt's key alone.
+
+  >>> from sao_jax.environments.calculator import Calculator
+  >>> settings = SimulatedLatency(Calculator(), mean=2.0, sigma=0.0)  # constant waits
+  >>> settings.draw(settings.delays(PromptKey("calculator", 0, 0)))
+  2.0
   """
 
-  inner: EnvironmentSpec
   mean: float = 1.0  # seconds per step
-  sigma: float = 1.0  # of the logarithm: 0 is constant, 1 has a 99th percentile of 6 times the mean
+  sigma: float = 1.0  # spread of the wait's logarithm: 0 is constant, 1 has a 99th percentile of 6 times the mean
   seed: int = 0
 
   def __post_init__(self):
@@ -180,40 +222,24 @@ class SimulatedLatency:
     if not 0.0 <= self.sigma <= 5.0:
       raise ConfigError("environment.sigma", f"{self.sigma} is out of range.", "Use a sigma between 0 and 5.")
 
-  @property
-  def name(self) -> str:
-    return self.inner.name
-
-  def tokenizer(self) -> Tokenizer:
-    return self.inner.tokenizer()
-
   def make(self, tokenizer: Tokenizer) -> SimulatedLatencyEpisode:
     return SimulatedLatencyEpisode(self, self.inner.make(tokenizer))
 
-  def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
-    return self.inner.prompts(tokenizer, split, seed)
-
-  @property
-  def demonstration(self) -> Callable[[Prompt, Tokenizer, np.random.Generator], Demonstration]:
-    """The inner environment's; there is no such attribute where that has no expert."""
-    return self.inner.demonstration
-
   def delays(self, key: PromptKey) -> np.random.Generator:
-    """The source of an episode's waits."""
-    digest = hashlib.sha256(repr((self.seed, *key)).encode("utf-8")).digest()
-    return np.random.default_rng(int.from_bytes(digest[:16], "big"))
+    """Makes the source of the waits of a prompt's episodes, which `draw` takes."""
+    return generator_of(self.seed, key)
 
   def draw(self, delays: np.random.Generator) -> float:
-    """The next wait, in seconds."""
+    """Draws the next wait, in seconds."""
     return self.mean * math.exp(self.sigma * delays.standard_normal() - self.sigma**2 / 2)
 
 
-class SimulatedLatencyEpisode(Environment):
-  """The inner episode, later."""
+class SimulatedLatencyEpisode(WrappedEpisode):
+  """The inner episode, whose every step comes later."""
 
   def __init__(self, settings: SimulatedLatency, inner: Environment):
-    self.name, self.stop_ids = inner.name, inner.stop_ids
-    self._settings, self._inner = settings, inner
+    super().__init__(inner)
+    self._settings = settings
 
   async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
     self._delays = self._settings.delays(prompt.key)
@@ -222,9 +248,3 @@ class SimulatedLatencyEpisode(Environment):
   async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
     await asyncio.sleep(self._settings.draw(self._delays))
     return await self._inner.step(action_ids)
-
-  async def on_truncated(self, status: Status) -> float:
-    return await self._inner.on_truncated(status)
-
-  async def close(self) -> None:
-    await self._inner.close()

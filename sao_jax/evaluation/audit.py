@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from absl import logging
 
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation.fixed_policy import run_episodes
-from sao_jax.interrupt import Interrupt
+from sao_jax.interrupt import Interrupt, Interrupted
 from sao_jax.learner.batches import packed_batch
 from sao_jax.learner.setup import Learner
 from sao_jax.sampler.service import SamplerService
@@ -64,7 +65,22 @@ def audit_sampler(
   if failures:
     raise failures[0]
   batch = packed_batch(learner, trajectories)
-  return compare(learner.policy_apply, params, batch.rows, config.training.audit_tolerance)
+  return compare(learner.policy.apply, params, batch.rows, config.training.audit_tolerance)
+
+
+def audit_at_start(
+  config: RunConfig, learner: Learner, service: SamplerService, params: PyTree, interrupt: Interrupt
+) -> None:
+  """Refuses to train when sampler and learner disagree at lag 0; says nothing when it was interrupted.
+
+  Raises:
+    SamplerMismatch: they disagree.
+  """
+  try:
+    worst = audit_sampler(config, learner, service, params, interrupt)
+  except Interrupted:
+    return  # nothing is trained any more
+  logging.info("Audit: sampler and learner log-probs agree to %.2g at lag 0.", worst)
 
 
 def compare(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch, tolerance: float) -> float:
@@ -79,7 +95,7 @@ def compare(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch, tole
   Raises:
     SamplerMismatch: when it is exceeded, or a difference is not finite.
   """
-  logprobs, _ = jax.jit(policy_apply)(params, batch)
+  logprobs = jax.jit(lambda p, b: policy_apply(p, b).logprobs)(params, batch)
   mask = np.asarray(batch.action_mask)
   difference = np.abs(np.asarray(logprobs)[mask] - np.asarray(batch.behavior_logprobs)[mask])
   worst = float(difference.max())

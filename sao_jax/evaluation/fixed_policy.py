@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from absl import logging
 
@@ -13,7 +11,6 @@ from sao_jax.config import RunConfig
 from sao_jax.episode import EnvironmentFailure, Prompt, Trajectory
 from sao_jax.evaluation.event_loop import run_in_background
 from sao_jax.interrupt import StopSignal
-from sao_jax.report.page import append_episode
 from sao_jax.rollout.ledger import Rollout
 from sao_jax.rollout.outcomes import BadEvidence, PromptTooLong, RolloutSilent
 from sao_jax.rollout.run_episode import EpisodeLimits, within
@@ -122,24 +119,3 @@ def check_prompts(config: RunConfig) -> None:
 
   run_in_background(check("train", config.training.seed))
   run_in_background(check("heldout", config.evaluation.seed))
-
-
-def episode_segments(trajectory: Trajectory, tokenizer: Any) -> list[tuple[str, str]]:
-  """The episode as text: (kind, text) pieces in order, kind "prompt", "action" or "observation"."""
-  segments: list[tuple[str, str]] = []
-  mask = trajectory.action_mask
-  boundaries = [0, *(int(i) for i in (mask[1:] != mask[:-1]).nonzero()[0] + 1), len(mask)]
-  turn_starts = {int(start) for start in trajectory.turn_starts}
-  for start, end in zip(boundaries, boundaries[1:]):
-    # Two turns without an observation between them are two actions.
-    cuts = [start, *sorted(turn for turn in turn_starts if start < turn < end), end]
-    for low, high in zip(cuts, cuts[1:]):
-      kind = "action" if mask[low] else ("prompt" if low == 0 else "observation")
-      segments.append((kind, tokenizer.decode(trajectory.token_ids[low:high])))
-  return segments
-
-
-def record_episode(config: RunConfig, workdir: pathlib.Path, phase: str, step: int, trajectory: Trajectory) -> None:
-  """Appends an episode, as text, to the run's record, from which the report shows some."""
-  segments = episode_segments(trajectory, config.environment.tokenizer())
-  append_episode(workdir, phase, step, trajectory.reward, trajectory.status.value, segments)

@@ -12,8 +12,8 @@ from sao_jax.config import RunConfig
 from sao_jax.episode import Trajectory
 from sao_jax.evaluation.fixed_policy import run_episodes
 from sao_jax.interrupt import StopSignal
-from sao_jax.learner.placement import make_service
-from sao_jax.report.intervals import Success, success
+from sao_jax.learner.sampler_side import make_service
+from sao_jax.report.success_rate import Success, success
 from sao_jax.types import PyTree
 
 SUCCESS_REWARD = 1.0  # an episode succeeds when it earns the full reward

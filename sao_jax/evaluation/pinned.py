@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
+from collections.abc import Callable, Collection
 from typing import NamedTuple
+
+from absl import logging
 
 from sao_jax.config import RunConfig
 from sao_jax.evaluation.heldout import Evaluation, evaluate
 from sao_jax.interrupt import Interrupt, Interrupted
 from sao_jax.types import PyTree
+
+POLL = 0.5  # seconds between two looks at a requested interruption while an evaluation is waited for
 
 
 class Measured(NamedTuple):
@@ -21,13 +26,26 @@ class Measured(NamedTuple):
 class PinnedEvaluation:
   """At most one evaluation at a time, on weights that stay as they are; a context manager.
 
+  It decides which versions are evaluated: every `evaluation.every` of them, the first and the last included.
+
   Attributes:
     version: the version that is being evaluated and not collected yet; None without one.
+    last: the evaluation that was collected last; None before.
   """
 
-  def __init__(self, config: RunConfig, interrupt: Interrupt):
+  def __init__(
+    self,
+    config: RunConfig,
+    interrupt: Interrupt,
+    *,
+    last_version: int = 0,
+    report: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
+  ):
+    """`last_version` is that of the phase's end, 0 for none; `report(step, evaluation)` takes what was collected."""
     self.version: int | None = None
+    self.last: Evaluation | None = None
     self._config, self._interrupt, self._given_up = config, interrupt, False
+    self._last_version, self._report = last_version, report
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation")
     self._step = 0
     self._result: concurrent.futures.Future[Evaluation] | None = None
@@ -41,8 +59,42 @@ class PinnedEvaluation:
 
   @property
   def requested(self) -> bool:
-    """Whether the evaluation is to stop: the process was asked to, or nobody waits for the result any more."""
+    """True once the evaluation is to stop: the process was asked to, or nobody waits for the result any more."""
     return self._given_up or self._interrupt.requested
+
+  def due(self, version: int) -> bool:
+    """Decides whether held-out success is measured at this version."""
+    every, last = self._config.evaluation.every, self._last_version
+    return last > 0 and every > 0 and (version % every == 0 or version == last)
+
+  def begin(self, step: int, version: int, params: PyTree, measured: Collection[int]) -> None:
+    """Evaluates the version that a process starts with, unless it is among those that were measured before."""
+    if self.due(version) and version not in measured:
+      self.start(params, version, step)
+
+  def after(
+    self, step: int, version: int, params: PyTree | None, *, saves: bool, look: Callable[[], None] = lambda: None
+  ) -> None:
+    """Collects what has finished, and evaluates `version` if it is due.
+
+    Args:
+      step: train steps done.
+      version: the policy version after them.
+      params: its weights on the sampler's devices; None if the step left the policy as it was.
+      saves: a checkpoint follows. An evaluation of an older version is waited for then: its weights are in no
+        checkpoint, so a resumed run could not repeat it.
+      look: called now and then while waiting; may raise.
+    """
+    due = params is not None and self.due(version)
+    self._collect_and_report(look, wait=due or (saves and self.version != version))
+    if due and self.version is None:
+      self.start(params, version, step)
+
+  def finish(self, version: int, look: Callable[[], None] = lambda: None) -> None:
+    """Waits for the evaluation under way. One that an interruption cut is lost unless it was of this `version`."""
+    self._collect_and_report(look, wait=True)
+    if self.version not in (None, version):
+      logging.warning("The evaluation of version %d was interrupted: it is lost.", self.version)
 
   def start(self, params: PyTree, version: int, step: int) -> None:
     """Begins; `params`, on the sampler's devices, belong to the evaluation until it is collected.
@@ -56,19 +108,19 @@ class PinnedEvaluation:
     self._result = self._thread.submit(evaluate, self._config, params, version, self)
 
   def check(self) -> None:
-    """Raises what ended the evaluation, as itself, unless it was interrupted."""
+    """Raises the exception that ended the evaluation, as itself, unless it was interrupted."""
     if self._result is not None and self._result.done():
       error = self._result.exception()
       if error is not None and not isinstance(error, Interrupted):
         raise error
 
   def collect(self, timeout: float = 0.0) -> Measured | None:
-    """The evaluation under way, if it finishes within `timeout` seconds; None otherwise, and if there is none.
+    """Returns the evaluation under way if it finishes within `timeout` seconds; None otherwise, or without one.
 
     An interrupted one stays under way: there is no result, and there will be none.
 
     Raises:
-      Exception: what ended it, as itself.
+      Exception: the exception that ended it, as itself.
     """
     if self._result is None or concurrent.futures.wait([self._result], timeout).not_done:
       return None
@@ -78,3 +130,12 @@ class PinnedEvaluation:
       return None
     self.version, self._result = None, None
     return Measured(self._step, evaluation)
+
+  def _collect_and_report(self, look: Callable[[], None], *, wait: bool) -> None:
+    """Reports the evaluation under way under the step after which it began; with `wait` not before it has finished."""
+    while (measured := self.collect(POLL if wait else 0.0)) is None:
+      look()
+      if not wait or self.version is None or self._interrupt.requested:
+        return
+    self.last = measured.evaluation
+    self._report(*measured)

@@ -1,4 +1,4 @@
-"""Hugging Face folders to checkpoints of ours, and back."""
+"""Conversion of Hugging Face folders to checkpoints of ours, and back."""
 
 from __future__ import annotations
 
@@ -20,41 +20,63 @@ from sao_jax.configuration import config_tree
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import CONFIG, SINGLE, HFFolder
 from sao_jax.huggingface.load import import_policy
-from sao_jax.huggingface.pretrained import BASE, base_folder
+from sao_jax.huggingface.pretrained import HF_SUBFOLDER, base_folder
 from sao_jax.huggingface.safetensors_file import write_file
-from sao_jax.huggingface.save import TOKENIZER_FILES, beyond_trunk, export_policy, export_value
+from sao_jax.huggingface.save import TOKENIZER_FILES, copied_tensors, export_critic, export_policy
+from sao_jax.models.critic import critic_specs
 from sao_jax.models.lora import merge_lora
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_param_specs
 from sao_jax.parallel.params import abstract_params
 
-RUN_CONFIG = "config.json"  # in a workdir
+RUN_CONFIG = "config.json"  # the file in a workdir that holds the run's configuration
 
 
 def to_checkpoint(folder: str | os.PathLike, directory: str | os.PathLike, *, dtype: str = "float32") -> ModelConfig:
-  """Writes `directory`, for `model.checkpoint`, from a Hugging Face folder; parameters are kept in `dtype`.
+  """Converts a Hugging Face folder to a checkpoint, for `model.checkpoint`; returns the model's configuration.
 
-  What of the folder is no parameter of ours (config.json, tokenizer, tensors beyond the policy) goes along.
+  Everything that is no parameter of ours (config.json, tokenizer, tensors beyond the policy) is copied to a subfolder,
+  so that `to_hf` can restore it.
+
+  Args:
+    folder: the Hugging Face folder.
+    directory: the directory of checkpoints to write; it appears when it is complete.
+    dtype: the dtype of the parameters in the checkpoint.
 
   Raises:
-    ConfigError: the folder cannot be read, or `directory` holds something.
+    ConfigError: the folder cannot be read, or `directory` is not empty.
+
+  >>> import tempfile
+  >>> from sao_jax.parallel.params import init_params
+  >>> config = ModelConfig(vocab_size=8, num_layers=1, d_model=4, num_heads=1, num_kv_heads=1, head_dim=4, d_ff=4)
+  >>> with tempfile.TemporaryDirectory() as workdir:
+  ...   folder, checkpoint, back = (pathlib.Path(workdir, name) for name in ("tiny", "checkpoint", "back"))
+  ...   export_policy(init_params(param_specs(config), jax.random.key(0)), config, folder)
+  ...   model = to_checkpoint(folder, checkpoint)
+  ...   to_hf(checkpoint, back)
+  ...   HFFolder(back).model_config() == model == config
+  True
   """
   source, target = HFFolder(folder), pathlib.Path(directory)
   if target.is_dir() and any(target.iterdir()):
     raise ConfigError("--output", f"{target} is not empty.", "Name a new directory.")
   model = source.model_config(ModelConfig(param_dtype=dtype))
   params = import_policy(folder, model)
+
+  # A checkpoint of step 0 with the policy alone, under a temporary name.
   unfinished = target.with_name(f"{target.name}.unfinished")
   shutil.rmtree(unfinished, ignore_errors=True)
   with Checkpointer(unfinished) as checkpointer:
     checkpointer.save(0, {"params": params})
-  base = unfinished / BASE
+
+  # Everything else that an export should find again.
+  base = unfinished / HF_SUBFOLDER
   base.mkdir()
   for name in (CONFIG, *TOKENIZER_FILES):
     if (source.path / name).is_file():
       shutil.copyfile(source.path / name, base / name)
-  write_file(base / SINGLE, list(beyond_trunk(source)))
-  os.replace(unfinished, target)  # whole or not at all
+  write_file(base / SINGLE, list(copied_tensors(source)))
+
+  os.replace(unfinished, target)
   return model
 
 
@@ -67,20 +89,21 @@ def to_hf(
   dtype: str | None = None,
   step: int | None = None,
 ) -> None:
-  """Writes a Hugging Face folder from a directory of checkpoints, for example runs/a/train.
+  """Converts a checkpoint to a Hugging Face folder; an example is in `to_checkpoint`.
 
   Args:
-    checkpoint: of a run's phase, or what `to_checkpoint` wrote.
+    checkpoint: a directory of checkpoints: that of a run's phase (runs/a/train), or one that `to_checkpoint` wrote.
     directory: the folder to write.
-    base: the folder that the model started from; by default the one that came with the checkpoints, or that the run's
-      configuration names, if any.
+    base: the folder that the model started from. Default: the one that `to_checkpoint` kept beside the checkpoints, or
+      the one that the run's configuration names, if any.
     network: "policy" or "critic".
-    dtype: of the weights, None: as they are stored.
-    step: which checkpoint, None: the newest.
+    dtype: the dtype of the weights in the folder; None keeps that of the checkpoint.
+    step: the step of the checkpoint; None takes the newest.
 
   Raises:
-    ConfigError: nothing says which shape the model has, or the checkpoint is of another one.
+    ConfigError: no folder and no configuration gives the model's shape, or the checkpoint has another one.
   """
+  # The shape comes from the folder that the model started from, or else from the configuration of the run.
   checkpoint = pathlib.Path(checkpoint)
   run = _model_of_run(checkpoint.parent / RUN_CONFIG)
   places = [str(base)] if base else [str(checkpoint), run.checkpoint if run else ""]
@@ -90,11 +113,14 @@ def to_hf(
   if source is None and run is None:
     raise ConfigError("--checkpoint", f"nothing tells the model's shape in {checkpoint}.", "Pass --base.")
   model = source.model_config() if source else run
+
+  # Parameters in the shape that they declare; factors of LoRA are merged into their matrices.
   params = load_params(checkpoint, network, step=step)
   if "lora" in params:
     params = jax.jit(functools.partial(merge_lora, keep_dtype=True))(params)
-  specs = param_specs(model) if network == "policy" else value_param_specs(model, params["value_head"].shape[-1])
+  specs = param_specs(model) if network == "policy" else critic_specs(model, params["value_head"].shape[-1])
   check_same_leaves(flatten(params), flatten(abstract_params(specs)), network, str(checkpoint), same_dtype=False)
+
   logging.info("Exporting the %s in %s%s.", network, checkpoint, f", as {source.path}" if source else "")
   if source is None:
     logging.warning(
@@ -103,12 +129,12 @@ def to_hf(
       directory,
       f" ({run.checkpoint} is not there)" if run.checkpoint and not pathlib.Path(run.checkpoint).exists() else "",
     )
-  export = export_policy if network == "policy" else export_value
+  export = export_policy if network == "policy" else export_critic
   export(jax.block_until_ready(params), model, directory, base=source, dtype=dtype)
 
 
 def _model_of_run(path: pathlib.Path) -> ModelConfig | None:
-  """The model's configuration that a run recorded in its workdir; None without one."""
+  """Reads the model's configuration from the one that a run recorded in its workdir; None without a record."""
   if not path.is_file():
     return None
   recorded = json.loads(path.read_text(encoding="utf-8")).get("model", {})

@@ -1,4 +1,4 @@
-"""A Hugging Face folder: its config.json and where each of its tensors lies."""
+"""A Hugging Face folder: its config.json and the place of each of its tensors."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ from sao_jax.huggingface.families.family import DEFAULT_MODEL, Family
 from sao_jax.huggingface.safetensors_file import Bounds, StoredTensor, read_header
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-VALUE_HEAD = "value_head.safetensors"  # of a value network, which is otherwise a folder like any other
-SCALE = "_scale_inv"  # behind the name of an FP8 weight: its scales
-FP8_BLOCK = 128
+SCALE = "_scale_inv"  # suffix of an FP8 weight's name: the tensor with its scales, one per block
+FP8_BLOCK = 128  # rows and columns of a block
 
 
 def is_hf_folder(path: str | os.PathLike) -> bool:
-  """Whether `path` is a folder with a config.json that names a model_type."""
+  """True if `path` is a folder with a config.json that names a model_type."""
   file = pathlib.Path(path) / CONFIG
   return bool(str(path)) and file.is_file() and "model_type" in _read_json(file)
 
 
 class HFFolder:
-  """Opens a folder: reads config.json and the headers of its files, no data.
+  """A folder whose config.json and headers have been read; tensors are read when asked for.
 
   Attributes:
-    path: of the folder.
-    fields: of config.json.
-    family: that it belongs to.
+    path: the folder.
+    fields: the content of config.json.
+    family: the family that the model belongs to.
     tensors: all tensors by name.
-    bytes_read: how many bytes of tensors `read` has given out so far.
+    bytes_read: bytes of tensors that `read` has returned so far.
   """
 
   def __init__(self, path: str | os.PathLike):
-    """Raises ConfigError: no such folder, no safetensors in it, a broken file, an unknown family or quantisation."""
+    """Opens the folder at `path`.
+
+    Raises:
+      ConfigError: no such folder, no safetensors in it, a broken file, an unknown family or quantisation.
+    """
     self.path = pathlib.Path(path)
     if not is_hf_folder(path):
       raise ConfigError(
@@ -54,22 +57,24 @@ class HFFolder:
     _check_quantization(self.fields)
 
   def model_config(self, model: ModelConfig = DEFAULT_MODEL) -> ModelConfig:
-    """`model` with the folder's shape, see `Family.model_config`."""
+    """Returns `model` with the folder's shape (see `Family.model_config`)."""
     return self.family.model_config(self.fields, model)
 
   def read(self, name: str, bounds: Bounds | None = None) -> np.ndarray:
-    """Part of a tensor as it is stored."""
+    """Reads the part of a tensor within `bounds` (None: all of it), in its stored dtype and layout."""
     part = self.tensors[name].read(bounds)
     self.bytes_read += part.nbytes
     return part
 
   def beyond_trunk(self) -> list[str]:
-    """The tensors that the family declares to be no part of the model."""
+    """Names the tensors that the family declares to be no part of the model, sorted."""
     prefixes = self.family.beyond_trunk(self.fields)
     return sorted(name for name in self.tensors if name.startswith(prefixes))
 
   def _find_tensors(self) -> dict[str, StoredTensor]:
     index, single = self.path / INDEX, self.path / SINGLE
+
+    # Several files: the index says which of them holds a tensor, and must not promise more than they hold.
     if index.is_file():
       weight_map = _read_json(index).get("weight_map", {})
       headers = {}
@@ -83,6 +88,8 @@ class HFFolder:
           "model.checkpoint", f"{', '.join(lost)}: not in the file that {index} names.", "Copy the folder again."
         )
       return {name: headers[file][name] for name, file in weight_map.items()}
+
+    # One file, or no safetensors at all.
     if single.is_file():
       return read_header(single)
     raise ConfigError(

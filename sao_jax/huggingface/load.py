@@ -1,7 +1,7 @@
-"""Parameters from a Hugging Face folder, tensor by tensor straight into the mesh.
+"""Import of parameters from a Hugging Face folder, tensor by tensor straight into the mesh.
 
-A process reads only the byte ranges that its devices' shards need, and holds one of them at a time: at most twice the
-largest tensor is in host memory beside what the devices hold.
+A process reads only the byte ranges that the shards of its devices need, one at a time. Apart from what the devices
+hold, host memory never holds more than twice the largest tensor.
 """
 
 from __future__ import annotations
@@ -22,72 +22,43 @@ from jaxtyping import Array, Float
 from sao_jax.config import ModelConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families.family import Tensor, shape_differences
-from sao_jax.huggingface.folder import FP8_BLOCK, SCALE, VALUE_HEAD, HFFolder
-from sao_jax.huggingface.safetensors_file import Bounds, read_header
+from sao_jax.huggingface.folder import FP8_BLOCK, SCALE, HFFolder
+from sao_jax.huggingface.safetensors_file import Bounds
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_param_specs
-from sao_jax.parallel.params import Params, ParamSpec, Specs, param_shardings, path_name, path_names
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
+from sao_jax.parallel.layout import Layout
+from sao_jax.parallel.params import Params, ParamSpec, Specs, path_name, path_names
 
-FLOATS = ("F32", "BF16", "F16", "F8_E4M3")
+FLOATS = ("F32", "BF16", "F16", "F8_E4M3")  # the dtypes of weights that are read
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def import_policy(
-  path: str | os.PathLike, config: ModelConfig, mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
-) -> Params:
-  """The parameters of `param_specs(config)` from a folder, in config.param_dtype, sharded on `mesh`.
+def import_policy(path: str | os.PathLike, config: ModelConfig, mesh: Mesh | None = None) -> Params:
+  """Imports the parameters of `param_specs(config)` from a folder, in config.param_dtype, sharded on `mesh`.
+
+  Without a mesh they are on the first device of this process.
 
   Raises:
     ConfigError: the folder's shape is not that of `config`, or one error that lists all tensors that are missing,
       unknown, of another shape, or of a dtype that is not read.
+
+  >>> import pathlib, tempfile
+  >>> from sao_jax.huggingface.save import export_policy
+  >>> from sao_jax.parallel.params import init_params
+  >>> config = ModelConfig(vocab_size=8, num_layers=1, d_model=4, num_heads=1, num_kv_heads=1, head_dim=4, d_ff=4)
+  >>> with tempfile.TemporaryDirectory() as workdir:
+  ...   folder = pathlib.Path(workdir, "tiny")
+  ...   export_policy(init_params(param_specs(config), jax.random.key(0)), config, folder)
+  ...   params = import_policy(folder, config)
+  >>> params["embed"].shape  # [V, D]
+  (8, 4)
   """
   folder = HFFolder(path)
   check_shape(folder, config)
   _check_architecture(folder, folder.family.architecture)
   specs = param_specs(config)
   check_tensors(folder, config, specs)
-  return load_leaves(folder, folder.family.tensor_table(config, specs), specs, mesh, rules)
-
-
-def import_value(
-  path: str | os.PathLike,
-  config: ModelConfig,
-  num_outputs: int = 1,
-  mesh: Mesh | None = None,
-  rules: AxisRules = DEFAULT_RULES,
-) -> Params:
-  """A value network as `export_value` writes it: the trunk in the policy's format, the head in a file of its own.
-
-  A language-model head is never read as a value head, whatever its shape.
-
-  Raises:
-    ConfigError: as `import_policy`, or the head's file is missing or has another shape.
-  """
-  folder = HFFolder(path)
-  check_shape(folder, config)
-  head_file = folder.path / VALUE_HEAD
-  if not head_file.is_file():
-    raise ConfigError("value network", f"{folder.path} has no {VALUE_HEAD}.", "Name the export of a value network.")
-  _check_architecture(folder, trunk_architecture(folder.family.architecture))
-  specs = value_param_specs(config, num_outputs)
-  head = specs.pop("value_head")
-  check_tensors(folder, config, specs)
-  stored = read_header(head_file).get("value_head.weight")
-  shape = (num_outputs, config.d_model)
-  if stored is None or stored.shape != shape:
-    found = "no value_head.weight" if stored is None else f"one of shape {stored.shape}"
-    raise ConfigError("value network", f"{head_file} has {found}, expected {shape}.", "Set algorithm.value_head to it.")
-  params = load_leaves(folder, folder.family.tensor_table(config, specs), specs, mesh, rules)
-  value_head = np.ascontiguousarray(stored.read().T)
-  target = None if mesh is None else param_shardings({"value_head": head}, mesh, rules)["value_head"]
-  return params | {"value_head": jax.device_put(jnp.asarray(value_head, head.dtype), target)}
-
-
-def trunk_architecture(architecture: str) -> str:
-  """The name in config.json of the same model without a language-model head."""
-  return architecture.removesuffix("ForCausalLM") + "Model"
+  return load_leaves(folder, folder.family.tensor_table(config, specs), specs, mesh)
 
 
 def check_shape(folder: HFFolder, config: ModelConfig) -> None:
@@ -102,11 +73,13 @@ def check_shape(folder: HFFolder, config: ModelConfig) -> None:
 
 
 def check_tensors(folder: HFFolder, config: ModelConfig, specs: Specs) -> None:
-  """Compares what the folder holds with what `specs` needs; logs what the family declares to be beyond the model.
+  """Compares the folder's tensors with the parameters in `specs`; logs those that are declared to be beyond the model.
 
   Raises:
-    ConfigError: one error that lists all that is missing, unknown, of another shape, or of a dtype that is not read.
+    ConfigError: one error that lists all tensors that are missing, unknown, of another shape, or of a dtype that is not
+      read.
   """
+  # What must be there: one tensor for each entry of a parameter's stacked axes.
   table = folder.family.tensor_table(config, specs)
   leaves = dict(zip(path_names(specs), jax.tree.leaves(specs), strict=True))
   expected = {
@@ -115,6 +88,8 @@ def check_tensors(folder: HFFolder, config: ModelConfig, specs: Specs) -> None:
     for position in itertools.product(*map(range, leaves[name].shape[: tensor.num_stacked]))
   }
   problems = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in folder.tensors]
+
+  # What may be there: these weights, scales of those in FP8, a copy of the tied embedding, tensors beyond the model.
   beyond = folder.beyond_trunk()
   ignored = set(beyond)
   for name, stored in folder.tensors.items():
@@ -126,6 +101,7 @@ def check_tensors(folder: HFFolder, config: ModelConfig, specs: Specs) -> None:
         problems.append(f"{name} is {stored.dtype}, read are {', '.join(FLOATS)}")
       if stored.dtype == "F8_E4M3" and name + SCALE not in folder.tensors:
         problems.append(f"{name}{SCALE} is missing, {name} is in FP8")
+    # One scale per block; blocks at the edges may be smaller.
     elif weight != name and weight in expected and len(expected[weight]) == 2:
       blocks = tuple(-(-size // FP8_BLOCK) for size in expected[weight])
       if stored.shape != blocks:
@@ -135,38 +111,42 @@ def check_tensors(folder: HFFolder, config: ModelConfig, specs: Specs) -> None:
         problems.append(f"{_HEAD} differs from {_EMBEDDING}, although tie_word_embeddings says that they are one")
     elif name not in ignored:
       problems.append(f"{name} {list(stored.shape)} is not part of the model")
+
   if problems:
     raise ConfigError(
       "model.checkpoint",
       f"{folder.path} does not hold the model of its config.json:\n    " + "\n    ".join(problems),
       "Use a folder whose tensors and config.json belong together.",
     )
+
+  # Log the tensors that are neither read nor trained.
   if beyond:
     size = sum(folder.tensors[name].num_bytes for name in beyond) / 2**20
     prefixes = ", ".join(f"{prefix}*" for prefix in folder.family.beyond_trunk(folder.fields))
     logging.info("Not part of the policy, kept for export: %d tensors %s (%.1f MiB).", len(beyond), prefixes, size)
 
 
-def load_leaves(
-  folder: HFFolder, table: dict[str, Tensor], specs: Specs, mesh: Mesh | None, rules: AxisRules = DEFAULT_RULES
-) -> Params:
-  """Reads every parameter that `specs` declares. Nothing is checked."""
+def load_leaves(folder: HFFolder, table: dict[str, Tensor], specs: Specs, mesh: Mesh | None) -> Params:
+  """Reads every parameter that `specs` declares; `check_tensors` must have passed."""
   if mesh is None:
     single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = jax.tree.map(lambda _: single, specs)
   else:
-    shardings = param_shardings(specs, mesh, rules)
+    shardings = Layout(mesh).param_shardings(specs)
   load = lambda path, spec, sharding: load_leaf(folder, table[path_name(path)], spec, sharding)
   return jax.tree_util.tree_map_with_path(load, specs, shardings)
 
 
 def load_leaf(folder: HFFolder, tensor: Tensor, spec: ParamSpec, sharding: Sharding) -> jax.Array:
-  """One parameter, stacked from its tensors shard by shard; each range of bytes is read once for all its replicas."""
+  """Reads one parameter, stacked from its tensors shard by shard; replicas of a shard share one read."""
+  # The devices by the part of the parameter that they hold.
   shape, stacked, dtype = spec.shape, tensor.num_stacked, jnp.dtype(spec.dtype)
   replicas: dict[Bounds, list[Any]] = {}
   for device, index in sharding.addressable_devices_indices_map(shape).items():
     bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
     replicas.setdefault(bounds, []).append(device)
+
+  # Each shard starts as zeros and is filled tensor by tensor, on its devices.
   shards = []
   for bounds, devices in replicas.items():
     shard_shape = tuple(stop - start for start, stop in bounds)
@@ -183,12 +163,12 @@ def _write_piece(
   folder: HFFolder, tensor: Tensor, name: str, bounds: Bounds, buffers: list[jax.Array], position: np.ndarray
 ) -> list[jax.Array]:
   """Reads part of a tensor and writes it into every replica; when this returns, host memory no longer holds it."""
-  where = [jax.device_put(position, buffer.sharding) for buffer in buffers]  # jax lets go of old pieces in such a call
+  where = [jax.device_put(position, buffer.sharding) for buffer in buffers]  # here jax frees the piece before this one
   piece, scales = _read_piece(folder, name, bounds)
   offsets = tuple(start % FP8_BLOCK for start, _ in bounds)
   written = []
   for buffer, at in zip(buffers, where, strict=True):
-    item = jax.device_put(piece, buffer.sharding, may_alias=False)  # a copy: a CPU device would hold on to the piece
+    item = jax.device_put(piece, buffer.sharding, may_alias=False)  # copied: a CPU device would keep the piece alive
     if scales is not None:
       item = dequantize(item, jax.device_put(scales, buffer.sharding), offsets)
     written.append(_write(buffer, item, at, tensor.inputs is None))
@@ -196,7 +176,7 @@ def _write_piece(
 
 
 def _read_piece(folder: HFFolder, name: str, bounds: Bounds) -> tuple[np.ndarray, np.ndarray | None]:
-  """Part of a tensor and, of an FP8 one, the scales of the blocks that the part touches."""
+  """Reads part of a tensor and, if it is in FP8, the scales of the blocks that the part touches."""
   piece = folder.read(name, bounds)
   if folder.tensors[name].dtype != "F8_E4M3":
     return piece, None
@@ -205,7 +185,7 @@ def _read_piece(folder: HFFolder, name: str, bounds: Bounds) -> tuple[np.ndarray
 
 
 def _stored_bounds(bounds: Bounds, shape: tuple[int, ...], inputs: int | None) -> Bounds:
-  """Which rows and columns of [outputs, inputs] are the given part of [*inputs, *outputs]."""
+  """Translates a part of our parameter [*inputs, *outputs] to rows and columns of the tensor [outputs, inputs]."""
   if inputs is None:
     return bounds
   parts = (_flat_bounds(bounds[inputs:], shape[inputs:]), _flat_bounds(bounds[:inputs], shape[:inputs]))
@@ -213,7 +193,7 @@ def _stored_bounds(bounds: Bounds, shape: tuple[int, ...], inputs: int | None) -
 
 
 def _flat_bounds(bounds: Bounds, shape: tuple[int, ...]) -> tuple[int, int]:
-  """The same part of the flattened axes; only the first of them may be split."""
+  """Translates a part of several axes to a range of those axes flattened; only the first one may be split."""
   if any(part != (0, size) for part, size in zip(bounds[1:], shape[1:])):
     raise ValueError(f"{bounds} of {shape} is not one range of the flattened axes")
   inner = math.prod(shape[1:])
@@ -222,7 +202,7 @@ def _flat_bounds(bounds: Bounds, shape: tuple[int, ...]) -> tuple[int, int]:
 
 @functools.partial(jax.jit, static_argnames="same_order", donate_argnames="buffer")
 def _write(buffer: jax.Array, piece: jax.Array, position: jax.Array, same_order: bool) -> jax.Array:
-  """`buffer` with the entry at `position` of its stacked axes replaced by a stored piece."""
+  """Replaces the entry at `position` of the buffer's stacked axes by a stored piece, transposed unless `same_order`."""
   item = piece if same_order else piece.T
   stacked = position.shape[0]
   item = item.reshape((1,) * stacked + buffer.shape[stacked:]).astype(buffer.dtype)
@@ -234,7 +214,13 @@ def _write(buffer: jax.Array, piece: jax.Array, position: jax.Array, same_order:
 def dequantize(
   piece: Float[Array, "rows columns"], scales: Float[Array, "row_blocks column_blocks"], offsets: tuple[int, ...]
 ) -> Float[Array, "rows columns"]:
-  """Stored value · scale of its block of 128 x 128, fp32; `offsets`: where in their first block the piece begins."""
+  """Multiplies each value by the scale of its block of 128 x 128; returns fp32.
+
+  Args:
+    piece: part of an FP8 weight.
+    scales: the scales of the blocks that the piece touches.
+    offsets: row and column inside the first block at which the piece begins.
+  """
   rows, columns = (
     (offset + jnp.arange(size, dtype=jnp.int32)) // FP8_BLOCK for offset, size in zip(offsets, piece.shape, strict=True)
   )

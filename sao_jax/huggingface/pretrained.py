@@ -1,4 +1,7 @@
-"""Starting from a Hugging Face folder: it decides the shape, and the tokenizer if asked; the configuration the rest."""
+"""Start of a run from a Hugging Face folder.
+
+The folder decides the model's shape and, if asked, the tokenizer; the configuration decides everything else.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,31 @@ from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families.family import SHAPE
 from sao_jax.huggingface.folder import HFFolder, is_hf_folder
 
-BASE = "huggingface"  # in a directory of checkpoints: what of a converted folder is no parameter of ours
+# The subfolder of a converted checkpoint with the Hugging Face files that are not parameters of ours: config.json,
+# tokenizer, tensors of multi-token prediction.
+HF_SUBFOLDER = "huggingface"
 
 
 def base_folder(checkpoint: str) -> HFFolder | None:
-  """The Hugging Face folder that `model.checkpoint` names, or what a converted one left beside the checkpoints."""
-  for path in (pathlib.Path(checkpoint), pathlib.Path(checkpoint) / BASE):
+  """Opens the Hugging Face folder at `checkpoint`, or the one kept inside a converted checkpoint; None without any."""
+  for path in (pathlib.Path(checkpoint), pathlib.Path(checkpoint) / HF_SUBFOLDER):
     if checkpoint and is_hf_folder(path):
       return HFFolder(path)
   return None
 
 
 def with_folder_shape(config: RunConfig, explicit: Collection[str] = ()) -> RunConfig:
-  """`config` with the shape of the Hugging Face folder that model.checkpoint names; as it is when it names none.
+  """Returns `config` with the shape of the Hugging Face folder that model.checkpoint names; unchanged without a folder.
 
   A `tokenizer_folder` of the environment that is MODEL_CHECKPOINT becomes that folder.
 
   Args:
-    config: its dtypes, remat and the like stay.
+    config: the run's configuration; its dtypes, remat and other choices of a run stay.
     explicit: dotted names of the fields that were set for this run.
 
   Raises:
-    ConfigError: the folder cannot be used, a field in `explicit` contradicts it, or a tokenizer is wanted from none.
+    ConfigError: the folder cannot be used, a field in `explicit` contradicts it, or the environment wants its tokenizer
+      although model.checkpoint names no folder.
   """
   base = base_folder(config.model.checkpoint)
   config = dataclasses.replace(config, environment=_with_tokenizer(config.environment, config.model.checkpoint, base))
@@ -49,7 +55,7 @@ def with_folder_shape(config: RunConfig, explicit: Collection[str] = ()) -> RunC
 
 
 def _with_tokenizer(environment: Any, checkpoint: str, base: HFFolder | None) -> Any:
-  """The environment's settings with the folder in place of MODEL_CHECKPOINT, also inside what wraps an environment."""
+  """Puts the folder in place of MODEL_CHECKPOINT in the environment's settings, inside wrappers too."""
   fields = config_tree.leaves(environment) if config_tree.is_section(environment) else ()
   wanted = [path for path, value, _ in fields if f".{path}".endswith(".tokenizer_folder") and value == MODEL_CHECKPOINT]
   if not wanted:

@@ -1,6 +1,6 @@
-"""Published models as configurations, and their sizes computed from our parameter declarations.
+"""Configurations of published models, and their sizes computed from our parameter declarations.
 
-Each shape is that of the config.json at the URL beside it; the sizes are those of the model's card on the same page.
+Each shape is taken from the config.json at the URL beside it, the published sizes from the model's card on that page.
 """
 
 from __future__ import annotations
@@ -9,18 +9,24 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.moe import EXPERT_WEIGHTS
-from sao_jax.models.sparse_attention import is_full
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import count_params, path_name
+from sao_jax.sampler.caches import empty_cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-  """A published model: its shape, its parameters in billions as published, and where its config.json is."""
+  """A published model.
+
+  Attributes:
+    model: its shape.
+    total: parameters in billions, as published.
+    active: parameters that one token meets, in billions, as published.
+    source: URL of its config.json.
+  """
 
   model: ModelConfig
   total: float
@@ -153,12 +159,12 @@ PUBLISHED = {
 
 
 def total_params(config: ModelConfig) -> int:
-  """Parameters of the policy; a tied head counts once, layers that only predict further tokens do not count."""
+  """Counts the parameters of the policy; a tied head counts once, layers of multi-token prediction do not count."""
   return count_params(param_specs(config))
 
 
 def active_params(config: ModelConfig) -> int:
-  """Those that one token meets: of the routed experts the chosen ones; embedding and head included."""
+  """Counts the parameters that one token meets: all but the experts not chosen, with embedding and head."""
   experts = {f"moe_layers/moe/{name}" for name in EXPERT_WEIGHTS}
   count = 0
   for path, spec in jax.tree_util.tree_leaves_with_path(param_specs(config)):
@@ -168,16 +174,13 @@ def active_params(config: ModelConfig) -> int:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str = "bfloat16") -> int:
-  """Bytes that the cache of the sampler holds for a token: keys and values of all layers, or latents and index keys."""
-  if config.kv_lora_rank:
-    latents = config.num_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
-    index_keys = sum(is_full(config)) * config.index_head_dim if config.index_topk else 0
-    return (latents + index_keys) * jnp.dtype(dtype).itemsize
-  return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+  """Returns the bytes of the sampler's cache per token: keys and values of all layers, or latents and index keys."""
+  cache = jax.eval_shape(lambda: empty_cache(config, 1, 1, dtype))
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
 def size_table() -> str:
-  """A Markdown table of the published models: billions of parameters, KiB of cache per token in bf16, source."""
+  """Returns a Markdown table of the published models: billions of parameters, KiB of cache per token, source."""
   rows = [
     "| Model | Total (B) | Active (B) | KV cache per token (KiB, bf16) | Configuration |",
     "|---|---|---|---|---|",

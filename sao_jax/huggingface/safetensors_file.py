@@ -1,7 +1,7 @@
 """Safetensors files, read and written tensor by tensor: eight bytes of header length, a JSON header, raw data.
 
-Little-endian, row-major. Nothing is held in memory but what is asked for: the library of that name keeps a whole file
-mapped or in memory, and its NumPy side has no FP8.
+Numbers are little-endian, tensors row-major. Only the part that is asked for is in memory; the library `safetensors`
+keeps a whole file mapped or in memory, and its NumPy interface has no FP8.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every axis
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """One tensor of a file: where its bytes lie and what they mean."""
+  """One tensor of a file: the place of its bytes, their dtype and shape."""
 
   path: pathlib.Path
   dtype: str
@@ -48,7 +48,7 @@ class StoredTensor:
   num_bytes: int
 
   def read(self, bounds: Bounds | None = None) -> np.ndarray:
-    """The part within `bounds` (None: all of it), a copy of its own; no other bytes are read."""
+    """Reads the part within `bounds` (None: all of it) into a new array; no other bytes are read."""
     bounds = bounds or tuple((0, size) for size in self.shape)
     if math.prod(self.shape) == 0:
       return np.empty([stop - start for start, stop in bounds], DTYPES[self.dtype])
@@ -56,7 +56,7 @@ class StoredTensor:
     return np.array(stored[tuple(slice(start, stop) for start, stop in bounds)])
 
   def read_bytes(self, chunk: int = 1 << 24) -> Iterator[bytes]:
-    """All of its bytes, in pieces."""
+    """Yields all of its bytes, at most `chunk` at a time."""
     with self.path.open("rb") as file:
       file.seek(self.start)
       for offset in range(0, self.num_bytes, chunk):
@@ -64,7 +64,7 @@ class StoredTensor:
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
-  """The tensors of a file. ConfigError when it is no safetensors file, or not all of one."""
+  """Reads the tensors' places from a file. ConfigError when it is no safetensors file, or cut short."""
   size = path.stat().st_size
   try:
     with path.open("rb") as file:
@@ -72,6 +72,8 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
       if length > size - 8:
         raise ValueError("the header is longer than the file")
       header = json.loads(file.read(length))
+
+    # Offsets count from the end of the header; each must agree with the file, the shape and the dtype.
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
@@ -82,6 +84,8 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
       if math.prod(shape) * DTYPES[entry["dtype"]].itemsize != stop - start:
         raise ValueError(f"{name} has {stop - start} bytes, its shape and dtype say otherwise")
       tensors[name] = StoredTensor(path, entry["dtype"], shape, 8 + length + start, stop - start)
+
+  # A damaged header may hold anything.
   except (ValueError, KeyError, TypeError, struct.error) as error:
     raise ConfigError("model.checkpoint", f"{path} cannot be read: {error}.", "Copy the file again.") from error
   return tensors
@@ -89,7 +93,7 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedTensor:
-  """One tensor to write: its name, dtype, shape, and a function that gives its bytes when their turn comes."""
+  """One tensor to write; `pieces` yields its bytes, and is not touched before their turn comes."""
 
   name: str
   dtype: str
@@ -98,12 +102,12 @@ class PlannedTensor:
 
   @property
   def num_bytes(self) -> int:
-    """Its size in the file."""
+    """The tensor's size in the file, in bytes."""
     return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def write_file(path: pathlib.Path, tensors: Sequence[PlannedTensor]) -> None:
-  """Writes the tensors in this order; of each, one piece is in memory at a time."""
+  """Writes the tensors in the given order; one piece of one tensor is in memory at a time."""
   header, offset = {"__metadata__": {"format": "pt"}}, 0
   for tensor in tensors:
     stop = offset + tensor.num_bytes

@@ -1,4 +1,4 @@
-"""Parameters to a Hugging Face folder: sharded safetensors with an index, config.json, and the tokenizer's files."""
+"""Export of parameters to a Hugging Face folder: safetensors with an index, config.json, the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sao_jax.config import ModelConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families import family_of_model
-from sao_jax.huggingface.families.family import Family, Tensor
-from sao_jax.huggingface.folder import CONFIG, INDEX, VALUE_HEAD, HFFolder
-from sao_jax.huggingface.load import check_shape, trunk_architecture
+from sao_jax.huggingface.families.family import Family, Tensor, matrix
+from sao_jax.huggingface.folder import CONFIG, INDEX, HFFolder
+from sao_jax.huggingface.load import check_shape
 from sao_jax.huggingface.safetensors_file import NAMES, PlannedTensor, write_file
+from sao_jax.models.critic import critic_specs
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_param_specs
 from sao_jax.parallel.params import Params, path_name
 
-# What a folder holds for the texts around a model; copied as it is.
+# The files of a folder that turn texts into token ids and back; copied byte for byte.
 TOKENIZER_FILES = (
   *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
   *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-SHARD_BYTES = 4 << 30
+SHARD_BYTES = 4 << 30  # 4 GiB
+VALUE_HEAD = "value_head.safetensors"  # the file that a critic has beside those of its trunk
 
 
 def export_policy(
@@ -49,21 +50,33 @@ def export_policy(
   """Writes a folder that transformers, vLLM and SGLang load. A tied head is the embedding, stored once.
 
   Args:
-    params: as `param_specs(config)` declares them; every process of a pod calls this, the first one writes.
+    params: the parameters that `param_specs(config)` declares; every process of a pod calls this, the first one writes.
     config: the model's shape.
-    directory: to write; it appears when all of it is there.
-    base: the folder that the policy started from: its config.json and tokenizer files are kept, and byte for byte the
+    directory: the folder to write; it appears when it is complete.
+    base: the folder that the policy started from. Its config.json and tokenizer files are kept, and byte for byte the
       tensors that are no part of the policy (a warning says if they are in FP8). None: config.json is written anew.
-    dtype: "float32" or "bfloat16", None: that of the parameters. What the family keeps in fp32 stays so.
-    shard_bytes: size of a file, at most (unless one tensor is larger).
+    dtype: "float32" or "bfloat16"; None keeps the dtype of each parameter. Tensors that the family stores in fp32 are
+      always fp32.
+    shard_bytes: the largest size of a file in bytes, unless one tensor is larger.
 
   Raises:
     ConfigError: `directory` is not empty, no family holds this shape, or `base` has another one.
+
+  >>> import tempfile
+  >>> from sao_jax.parallel.params import init_params
+  >>> config = ModelConfig(vocab_size=8, num_layers=1, d_model=4, num_heads=1, num_kv_heads=1, head_dim=4, d_ff=4)
+  >>> with tempfile.TemporaryDirectory() as workdir:
+  ...   folder = pathlib.Path(workdir, "tiny")
+  ...   export_policy(init_params(param_specs(config), jax.random.key(0)), config, folder, dtype="bfloat16")
+  ...   sorted(file.name for file in folder.iterdir())
+  ['config.json', 'model-00001-of-00001.safetensors', 'model.safetensors.index.json']
   """
   family = _family(config, base)
   table = family.tensor_table(config, param_specs(config))
-  beyond = [] if base is None else list(beyond_trunk(base))
+  beyond = [] if base is None else list(copied_tensors(base))
   planned = [*_plan(params, table, dtype), *beyond]
+
+  # The folder loses its quantization_config, although these tensors stay quantised.
   quantized = sum(tensor.dtype == "F8_E4M3" for tensor in beyond)
   if quantized:
     logging.warning(
@@ -72,11 +85,12 @@ def export_policy(
       quantized,
       base.path,
     )
+
   fields = _config_fields(family, config, base, family.architecture, planned)
   _write_folder(pathlib.Path(directory), fields, planned, base, shard_bytes)
 
 
-def export_value(
+def export_critic(
   params: Params,
   config: ModelConfig,
   directory: str | os.PathLike,
@@ -85,16 +99,16 @@ def export_value(
   dtype: str | None = None,
   shard_bytes: int = SHARD_BYTES,
 ) -> None:
-  """Writes a value network: the trunk in the policy's format, and value_head.safetensors ("value_head.weight" [n, D]).
+  """Writes a critic: the trunk in the policy's format, and value_head.safetensors ("value_head.weight" [n, D]).
 
-  The arguments are those of `export_policy`.
+  The arguments and errors are those of `export_policy`. Tensors of `base` that are no part of the policy are left out.
   """
   family = _family(config, base)
-  head = Tensor("value_head.weight", 1)
+  head = matrix("value_head.weight")
   trunk = {name: leaf for name, leaf in params.items() if name != "value_head"}
-  specs = {name: spec for name, spec in value_param_specs(config).items() if name != "value_head"}
+  specs = {name: spec for name, spec in critic_specs(config).items() if name != "value_head"}
   planned = list(_plan(trunk, family.tensor_table(config, specs), dtype))
-  fields = _config_fields(family, config, base, trunk_architecture(family.architecture), planned)
+  fields = _config_fields(family, config, base, family.architecture.removesuffix("ForCausalLM") + "Model", planned)
   heads = list(_plan({"value_head": params["value_head"]}, {"value_head": head}, dtype))
   _write_folder(pathlib.Path(directory), fields, planned, base, shard_bytes, {VALUE_HEAD: heads})
 
@@ -117,7 +131,7 @@ def _plan(params: Params, table: dict[str, Tensor], dtype: str | None) -> Iterat
 
 
 def _piece(leaf: jax.Array, tensor: Tensor, position: tuple[int, ...], dtype: Any) -> Iterator[memoryview]:
-  """The bytes of one tensor; nothing is computed before they are asked for."""
+  """Yields the bytes of one tensor; nothing is computed before they are asked for."""
   sharding = leaf.sharding
   everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
   stored = np.asarray(_stored(leaf, np.asarray(position, np.int32), tensor.inputs, dtype, everywhere))
@@ -126,7 +140,7 @@ def _piece(leaf: jax.Array, tensor: Tensor, position: tuple[int, ...], dtype: An
 
 @functools.partial(jax.jit, static_argnames=("inputs", "dtype", "sharding"))
 def _stored(leaf: jax.Array, position: jax.Array, inputs: int | None, dtype: Any, sharding: Any) -> jax.Array:
-  """One entry of the stacked axes in the layout of its tensor, on every device of the mesh."""
+  """Returns one entry of the stacked axes in the layout of its tensor, on every device of the mesh."""
   for i in range(position.shape[0]):
     leaf = jax.lax.dynamic_index_in_dim(leaf, position[i], axis=0, keepdims=False)
   if inputs is not None:
@@ -136,8 +150,8 @@ def _stored(leaf: jax.Array, position: jax.Array, inputs: int | None, dtype: Any
   return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
 
 
-def beyond_trunk(base: HFFolder) -> Iterator[PlannedTensor]:
-  """The tensors of a folder that are no part of its policy, as they are stored."""
+def copied_tensors(base: HFFolder) -> Iterator[PlannedTensor]:
+  """Plans a byte-for-byte copy of the tensors of a folder that are no part of its policy."""
   for name in base.beyond_trunk():
     stored = base.tensors[name]
     yield PlannedTensor(name, stored.dtype, stored.shape, stored.read_bytes())
@@ -163,13 +177,19 @@ def _write_folder(
 ) -> None:
   if directory.is_dir() and any(directory.iterdir()):
     raise ConfigError("export", f"{directory} is not empty.", "Name a new folder.")
+
+  # Names of the files, in the manner of transformers, and their tensors.
   shards = _shards(planned, shard_bytes)
   names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
   files = dict(zip(names, shards, strict=True)) | (more or {})
+
+  # Gathering a sharded tensor takes every process of a pod: those that do not write ask for the same pieces.
   if jax.process_index() != 0:
     for tensor in itertools.chain(*files.values()):
-      list(tensor.pieces)  # takes part in gathering them
+      list(tensor.pieces)
     return
+
+  # Weights, index and configuration go to a temporary folder.
   temporary = directory.with_name(f".{directory.name}.partial")
   shutil.rmtree(temporary, ignore_errors=True)
   temporary.mkdir(parents=True)
@@ -183,6 +203,8 @@ def _write_folder(
   for name in TOKENIZER_FILES if base is not None else ():
     if (base.path / name).is_file():
       shutil.copyfile(base.path / name, temporary / name)
+
+  # Only a complete folder gets the name.
   if directory.is_dir():
     directory.rmdir()
   os.replace(temporary, directory)

@@ -6,20 +6,19 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+import numpy as np
 
 from sao_jax.config import RunConfig
 from sao_jax.episode import Trajectory
 from sao_jax.learner.packing import pack, shard_batch
 from sao_jax.learner.setup import Learner, rows_multiple
-from sao_jax.parallel.process import data_process_count
-from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.rollout.evidence import Routing
 from sao_jax.types import TrajectoryBatch
 
 
 class Batch(NamedTuple):
-  """What a train step takes, and what it was made of.
+  """The input of a train step, and the trajectories that it was made of.
 
   Attributes:
     trajectories: of this process.
@@ -38,11 +37,11 @@ def packed_batch(learner: Learner, trajectories: Sequence[Trajectory]) -> Batch:
   """
   rollout = learner.config.rollout
   rows = _packed_rows(learner, trajectories, rollout.row_lengths, rollout.row_counts)
-  return Batch(list(trajectories), shard_batch(rows, learner.mesh))
+  return Batch(list(trajectories), shard_batch(rows, learner.layout))
 
 
 def replayed_routing(config: RunConfig) -> Routing | None:
-  """Which experts trajectories bring along for the policy to use; None: none (`algorithm.router_replay`)."""
+  """Returns the experts that every trajectory must bring along, or None without `algorithm.router_replay`."""
   if not config.algorithm.router_replay:
     return None
   return Routing(*config.model.routed_shape, config.model.num_experts)
@@ -51,7 +50,7 @@ def replayed_routing(config: RunConfig) -> Routing | None:
 def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
   """Shapes, dtypes and shardings of every batch that `packed_batch` can make: each row length with each row count."""
   rollout = learner.config.rollout
-  sharding = NamedSharding(learner.mesh, DEFAULT_RULES.spec("batch", "sequence"))
+  sharding = learner.layout.sharding("batch", "sequence")
   processes = data_process_count()
   for length in sorted(set(rollout.row_lengths)):
     for count in sorted(set(rollout.row_counts)):
@@ -64,5 +63,14 @@ def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
 def _packed_rows(
   learner: Learner, trajectories: Sequence[Trajectory], row_lengths: Sequence[int], row_counts: Sequence[int]
 ) -> TrajectoryBatch:
-  replayed = learner.config.model.routed_shape if learner.config.algorithm.router_replay else None
-  return pack(trajectories, row_lengths, row_counts, rows_multiple(learner), replayed)
+  config = learner.config
+  replayed = config.model.routed_shape if config.algorithm.router_replay else None
+  rows = pack(
+    trajectories, row_lengths, row_counts, rows_multiple(learner), replayed, grouped=config.rollout.group_size > 1
+  )
+  if rows.group_ids is None:
+    return rows
+
+  # Groups of different processes must not meet under one number.
+  first = data_process_index() * config.rollout.batch_size
+  return rows.replace(group_ids=np.where(rows.group_ids > 0, rows.group_ids + first, 0).astype(np.int32))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
+from sao_jax.interrupt import StopSignal
 from sao_jax.learner.batches import abstract_rows
 from sao_jax.learner.setup import Learner, abstract_state, make_step
 from sao_jax.types import TrainState, TrajectoryBatch
+
+COMPILING_STEPS = 2  # after so many steps of a process everything is compiled, for the rest of the run
+POLL = 0.5  # seconds between two looks at a requested interruption while a program is waited for
 
 
 class CompiledSteps:
@@ -22,8 +26,8 @@ class CompiledSteps:
     """Begins to compile and returns at once.
 
     Args:
-      learner: whose step it is.
-      update_policy: which kinds of steps the run needs: True for full ones, False for critic-only ones.
+      learner: the step is made from it.
+      update_policy: the kinds of steps that the run needs: True for full ones, False for critic-only ones.
     """
     state, shapes = abstract_state(learner), list(abstract_rows(learner))
     steps = {kind: make_step(learner, update_policy=kind) for kind in sorted(update_policy)}  # those needed first
@@ -32,7 +36,7 @@ class CompiledSteps:
       return steps[kind].lower(state, rows).compile()
 
     threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compilation")
-    self._threads = threads
+    self._threads, self._waits = threads, 0
     self._programs = {
       (kind, rows.token_ids.shape): threads.submit(compile_step, kind, rows) for kind in steps for rows in shapes
     }
@@ -44,10 +48,29 @@ class CompiledSteps:
     # What has not begun is given up: a process that was asked to end must not compile on for minutes.
     self._threads.shutdown(wait=False, cancel_futures=True)
 
-  def ready(self, rows: TrajectoryBatch | None, *, update_policy: bool, timeout: float | None = None) -> bool:
-    """Whether the program for `rows` is compiled, after waiting for at most `timeout` seconds; None: all programs."""
-    wanted = self._programs.values() if rows is None else [self._programs[update_policy, rows.token_ids.shape]]
-    return not concurrent.futures.wait(wanted, timeout).not_done
+  def wait(
+    self,
+    rows: TrajectoryBatch,
+    *,
+    update_policy: bool,
+    interrupt: StopSignal,
+    look: Callable[[], None] = lambda: None,
+  ) -> bool:
+    """Waits until the program for `rows` is compiled, before the third step of a process until all of them are.
+
+    Returns:
+      False when the process was asked to stop meanwhile.
+    """
+    self._waits += 1
+    wanted = list(self._programs.values())
+    if self._waits <= COMPILING_STEPS:
+      wanted = [self._programs[update_policy, rows.token_ids.shape]]
+
+    while concurrent.futures.wait(wanted, POLL).not_done:
+      look()
+      if interrupt.requested:
+        return False
+    return True
 
   def __call__(
     self, state: TrainState, rows: TrajectoryBatch, *, update_policy: bool

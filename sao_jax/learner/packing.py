@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from sao_jax.config import RolloutConfig
 from sao_jax.episode import Trajectory
 from sao_jax.errors import ConfigError
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
+from sao_jax.parallel.layout import Layout
 from sao_jax.types import TrajectoryBatch
 
 REMEDY = "raise the largest of rollout.row_counts or rollout.row_lengths, or lower rollout.batch_size"
@@ -51,6 +50,8 @@ def pack(
   row_counts: Sequence[int],
   multiple_of: int = 1,
   routed_shape: tuple[int, int] | None = None,
+  *,
+  grouped: bool = False,
 ) -> TrajectoryBatch:
   """Packs trajectories, longest first, each into the fullest row that still holds it.
 
@@ -63,6 +64,7 @@ def pack(
     row_counts: choices of B; multiples of `multiple_of`.
     multiple_of: micro-batches times data shards.
     routed_shape: (L, k) packs the routed experts too, -1 for trajectories without any; None leaves them out.
+    grouped: numbers the groups of the trajectories, 1, 2, ... in the order of their first rollouts.
 
   Returns:
     A batch of numpy arrays [B, T].
@@ -80,7 +82,8 @@ def pack(
     rows = _best_fit([len(t) for t in ordered], length)
     counts = [count for count in row_counts if count >= len(rows)]
     if counts:
-      return _fill([[ordered[i] for i in row] for row in rows], (min(counts), length), routed_shape)
+      batch = _fill([[ordered[i] for i in row] for row in rows], (min(counts), length), routed_shape)
+      return batch.replace(group_ids=_group_ids(batch, ordered, rows)) if grouped else batch
   raise ConfigError(
     "rollout.row_counts",
     f"{len(ordered)} trajectories with {sum(map(len, ordered))} tokens need {len(rows)} rows of {lengths[-1]}, "
@@ -99,15 +102,14 @@ def unpack(batch: TrajectoryBatch) -> Iterator[dict[str, np.ndarray]]:
       yield {name: values[row][inside] for name, values in fields.items()}
 
 
-def shard_batch(batch: TrajectoryBatch, mesh: Mesh, rules: AxisRules = DEFAULT_RULES) -> TrajectoryBatch:
+def shard_batch(batch: TrajectoryBatch, layout: Layout) -> TrajectoryBatch:
   """Puts this process's rows on its devices; the result is the global batch, rows over the batch axes of the mesh.
 
   Args:
     batch: numpy arrays [B / number of processes, T], of the same shape in every process.
-    mesh: the learner's mesh.
-    rules: where "batch" and "sequence" live.
+    layout: the learner's mesh, and where "batch" and "sequence" live on it.
   """
-  sharding = NamedSharding(mesh, rules.spec("batch", "sequence"))
+  sharding = layout.sharding("batch", "sequence")
   return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)
 
 
@@ -133,6 +135,16 @@ def _best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     rows[row].append(index)
     bisect.insort(space, (left - length, row))
   return rows
+
+
+def _group_ids(batch: TrajectoryBatch, trajectories: list[Trajectory], rows: list[list[int]]) -> np.ndarray:
+  """The number of each token's group, 0 on padding."""
+  numbers = {group: number for number, group in enumerate(sorted({t.group for t in trajectories}), start=1)}
+  group_ids = np.zeros_like(batch.trajectory_ids)
+  for row, members in enumerate(rows):
+    of_trajectory = np.array([0, *(numbers[trajectories[i].group] for i in members)], np.int32)
+    group_ids[row] = of_trajectory[batch.trajectory_ids[row]]
+  return group_ids
 
 
 def _fill(

@@ -1,33 +1,42 @@
-"""The sampler side of a run: one engine on its devices, behind a service thread."""
+"""The devices of a run: which learn, which sample, and how the sampler's share is laid out."""
 
 from __future__ import annotations
 
-from sao_jax.config import RunConfig
-from sao_jax.learner.setup import make_sampler_mesh, place
-from sao_jax.sampler.engine import Engine
-from sao_jax.sampler.scheduler import Scheduler
-from sao_jax.sampler.service import SamplerService
-from sao_jax.types import PyTree
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from sao_jax.config import MeshConfig, RunConfig
+from sao_jax.parallel.mesh import make_mesh
 
 
-def make_service(
-  config: RunConfig,
-  params: PyTree,
-  *,
-  seed: int,
-  version: int = 0,
-  warm_up: bool = False,
-  record_experts: bool = False,
-) -> SamplerService:
-  """A sampler service (not started) that holds `params`, the sampler's own copy, as policy version `version`.
+@dataclasses.dataclass(frozen=True)
+class Devices:
+  """Who learns and who samples: the same devices (`shared`) or two sets of local ones (`split`)."""
 
-  `warm_up` compiles all its programs now, so that none compiles in the middle of a long run. `record_experts`: what it
-  samples brings its routed experts along.
-  """
-  mesh = make_sampler_mesh(config, place(config).sampler)
-  engine = Engine(
-    params, config.model, config.sampler, seed=seed, version=version, record_experts=record_experts, mesh=mesh
-  )
-  if warm_up:
-    engine.warm_up(prefixes=config.rollout.max_turns > 1)
-  return SamplerService(Scheduler(engine))
+  learner: tuple[Any, ...]
+  sampler: tuple[Any, ...]
+
+
+def local_devices() -> tuple[Any, ...]:
+  """The devices of this process."""
+  return tuple(jax.local_devices())
+
+
+def place(config: RunConfig) -> Devices:
+  """Applies `rollout.placement`: with `split` the last `rollout.sampler_devices` local devices sample."""
+  local = local_devices()
+  if config.rollout.placement == "shared":
+    return Devices(local, local)
+  count = config.rollout.sampler_devices
+  return Devices(local[:-count], local[-count:])
+
+
+def make_sampler_mesh(config: RunConfig, devices: tuple[Any, ...]) -> Mesh | None:
+  """The sampler's mesh: the learner's layout when they share devices, otherwise slots spread over its own devices."""
+  if len(devices) == 1:
+    return None
+  layout = config.mesh if config.rollout.placement == "shared" else MeshConfig(data=-1, fsdp=1)
+  return make_mesh(layout, devices)

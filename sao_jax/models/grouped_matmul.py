@@ -1,4 +1,7 @@
-"""Grouped matrix products: contiguous groups of rows, each times its own matrix; three implementations."""
+"""Grouped matrix products: contiguous groups of rows, each times its own matrix; three implementations.
+
+The blocked one is `grouped_map`: it applies any function of (parameters of a group, rows), a tile of rows at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sao_jax.errors import ConfigError
+Params = Any
+RowFunction = Callable[[Params, jax.Array], jax.Array]
 
-IMPLEMENTATIONS = ("blocked", "megablox", "ragged_dot")
 MEGABLOX_TILE = (512, 1024, 1024)  # rows, contracted width, output width; clipped to the operands
 
 
 def choose_implementation(name: str, platform: str | None = None) -> str:
-  """What "auto" means on this platform (None: the default one): megablox on a TPU, blocked elsewhere.
-
-  Raises:
-    ConfigError: the name is none of `IMPLEMENTATIONS` and not "auto".
-  """
+  """The implementation to use; "auto" is megablox on a TPU and blocked elsewhere, by default on this platform."""
   if name == "auto":
     return "megablox" if (platform or jax.default_backend()) == "tpu" else "blocked"
-  if name not in IMPLEMENTATIONS:
-    choices = ", ".join(("auto", *IMPLEMENTATIONS))
-    raise ConfigError("model.moe_implementation", f"{name!r} is not known.", f"choose one of {choices}.")
   return name
 
 
@@ -47,11 +43,13 @@ def grouped_matmul(
   # The other two leave rows behind the last group undefined, in the result and in the gradient.
   inside = jnp.arange(lhs.shape[0], dtype=jnp.int32)[:, None] < jnp.sum(group_sizes)
   lhs = jnp.where(inside, lhs, 0)
-  if implementation == "megablox":
-    out = megablox_matmul(lhs, rhs, group_sizes)
-  else:
-    out = jax.lax.ragged_dot(lhs, rhs, group_sizes)
+  product = {"megablox": megablox_matmul, "ragged_dot": jax.lax.ragged_dot}[implementation]
+  out = product(lhs, rhs, group_sizes)
   return jnp.where(inside, out, 0)
+
+
+def _matmul(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+  return jnp.dot(rows, matrix)
 
 
 def megablox_matmul(
@@ -65,14 +63,6 @@ def megablox_matmul(
   lhs = jnp.pad(lhs, ((0, -num_rows % row_tile), (0, 0)))
   tiling = (row_tile, min(MEGABLOX_TILE[1], rhs.shape[1]), min(MEGABLOX_TILE[2], rhs.shape[2]))
   return gmm(lhs, rhs, group_sizes, lhs.dtype, tiling, None, None, False, interpret)[:num_rows]
-
-
-def _matmul(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-  return jnp.dot(rows, matrix)
-
-
-Params = Any
-RowFunction = Callable[[Params, jax.Array], jax.Array]
 
 
 def grouped_map(
@@ -124,6 +114,7 @@ def _forward(
 
 def _backward(fn: RowFunction, tile: int, residuals: Any, out_grad: jax.Array) -> tuple[Any, jax.Array, None]:
   """The same walk with the derivative of `fn`; what `fn` computes inside is computed again, nothing was stored."""
+  # Gradients of parameters add up over the tiles of a group, those of rows are written tile by tile.
   params, rows, group_sizes = residuals
   padded, padded_grad = _pad(rows, tile), _pad(out_grad, tile)
   ends = jnp.cumsum(group_sizes)

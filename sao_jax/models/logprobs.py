@@ -1,18 +1,15 @@
-"""Log-probabilities of the tokens that are there, in chunks: the logits of the whole batch are never built."""
+"""Log-probabilities of given tokens, in chunks: the logits of the whole batch are never built."""
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.transformer import head_logits
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules, constrain
 
 
 def has_prefix(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
@@ -30,8 +27,7 @@ def token_logprobs(
   *,
   temperature: float = 1.0,
   chunk: int = 1024,
-  mesh: Mesh | None = None,
-  rules: AxisRules = DEFAULT_RULES,
+  layout: Layout = ONE_DEVICE,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """log π(token_t | tokens before t) and the entropy of the distribution that token t was drawn from, in nats.
 
@@ -47,14 +43,14 @@ def token_logprobs(
     temperature: logits are divided by it, as in the sampler.
     chunk: about how many tokens of one data shard (at least one of every row) have their logits [chunk, V] in memory
       at a time, also in the backward pass, which computes them again.
-    mesh: the mesh, None for one device.
-    rules: logical axes to mesh axes.
+    layout: the one that parameters and batch are placed by.
   """
+  # Blocks of `width` positions of every row, as equal as they can be.
   rows, length = token_ids.shape
-  shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch"))
-  num_blocks = -(-rows * length // (chunk * shards))
+  num_blocks = -(-rows * length // (chunk * layout.shards("batch")))
   width = -(-length // num_blocks)
   num_blocks = -(-length // width)
+
   targets = jnp.roll(token_ids, -1, axis=1)
 
   def blocks(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [num_blocks, B, width, ...]
@@ -64,7 +60,9 @@ def token_logprobs(
   def block_logprobs(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     states, ids = block
     logits = head_logits(params, config, states) / temperature
-    logits = constrain(logits, "batch", None, "vocab", mesh=mesh, rules=rules)
+    logits = layout.constrain(logits, "batch", None, "vocab")
+
+    # log softmax and its entropy from one exponential.
     logits = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     exps = jnp.exp(logits)
     total = jnp.sum(exps, axis=-1)

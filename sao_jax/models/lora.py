@@ -9,20 +9,20 @@ of all E experts as many as rank · E / k tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from sao_jax.config import LoRAConfig
+from sao_jax.models.attention import KINDS
 from sao_jax.parallel.params import Params, ParamSpec, Specs
 
-# The matrices of each target, by the last part of their names; a model has some of them.
-ATTENTION = ("q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b")
-FEED_FORWARD = ("gate", "up", "down")
+# The matrices of each target, and how many axes of each are inputs; a model has some of them.
 TARGETS = {
-  "attention": tuple(f"attention/{name}" for name in ATTENTION),
-  "mlp": tuple(f"{part}/{name}" for part in ("mlp", "moe", "moe/shared") for name in FEED_FORWARD),
+  "attention": {f"attention/{name}": inputs for kind in KINDS for name, inputs in kind.matrices.items()},
+  "mlp": {f"{part}/{name}": 1 for part in ("mlp", "moe", "moe/shared") for name in ("gate", "up", "down")},
 }
 
 
@@ -33,7 +33,7 @@ def lora_specs(specs: Specs, config: LoRAConfig) -> Specs:
   rank, *outputs], which is 0, so that training starts from W. Stacked are layers, and experts. The scale, which never
   trains, is a parameter so that factors are never stored, nor read again, without it.
   """
-  targets = {name for target in config.targets for name in TARGETS[target]}
+  targets = {name: inputs for target in config.targets for name, inputs in TARGETS[target].items()}
   scale = lambda key, shape, dtype: jnp.full(shape, lora_scale(config), dtype)
   return {
     "a": {group: _select(specs[group], targets, _a, config.rank) for group in _groups(specs)},
@@ -48,7 +48,7 @@ def lora_scale(config: LoRAConfig) -> float:
 
 
 def lora_of(params: Params, group: str) -> Params:
-  """What of the parameters' "lora" belongs to a stack of layers; empty trees without any."""
+  """Returns the factors {"a", "b"} of one stack of layers; empty trees if the parameters hold no "lora"."""
   if "lora" not in params:
     return {"a": {}, "b": {}}
   return {factor: params["lora"][factor][group] for factor in ("a", "b")}
@@ -57,8 +57,8 @@ def lora_of(params: Params, group: str) -> Params:
 def add_lora(params: Params, factors: Params, scale: Float[Array, ""] | None) -> Params:
   """`params`, of one layer or of a stack of layers, with every target matrix replaced by W + scale · A B.
 
-  `factors` holds "a" and "b" of these parameters; those matrices that have any come back in fp32. Without any, `params`
-  stay as they are, and there is no scale.
+  `factors` holds "a" and "b" of these parameters. Matrices with factors come back in fp32. If there are no factors,
+  `params` is returned unchanged and `scale` is None.
   """
 
   def add(weight: Params | jax.Array, a: Params | jax.Array, b: Params | jax.Array) -> Params | jax.Array:
@@ -70,9 +70,9 @@ def add_lora(params: Params, factors: Params, scale: Float[Array, ""] | None) ->
 
 
 def merge_lora(params: Params, *, keep_dtype: bool = False) -> Params:
-  """A policy without "lora" that computes what `params` with it do; one without any comes back as it is.
+  """Returns the same policy without "lora": its factors are added to the matrices. Without factors, nothing changes.
 
-  What was changed is fp32, or with `keep_dtype` what it was before, rounded.
+  Changed matrices are fp32; `keep_dtype` rounds them to the dtype that they had.
   """
   if "lora" not in params:
     return params
@@ -92,7 +92,9 @@ def _groups(specs: Specs) -> tuple[str, ...]:
   return tuple(name for name in ("dense_layers", "moe_layers") if name in specs)
 
 
-def _select(specs: Specs, targets: set[str], make, rank: int, prefix: str = "") -> Specs:
+def _select(
+  specs: Specs, targets: Mapping[str, int], make: Callable[..., ParamSpec], rank: int, prefix: str = ""
+) -> Specs:
   chosen = {}
   for name, spec in specs.items():
     path = f"{prefix}{name}"
@@ -101,7 +103,7 @@ def _select(specs: Specs, targets: set[str], make, rank: int, prefix: str = "") 
       chosen |= {name: inside} if inside else {}
     elif path in targets:
       stacked = 1 + path.startswith("moe/") - path.startswith("moe/shared/")
-      chosen[name] = make(spec, stacked, stacked + (2 if path == "attention/o" else 1), rank)
+      chosen[name] = make(spec, stacked, stacked + targets[path], rank)
   return chosen
 
 

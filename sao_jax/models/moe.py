@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.grouped_matmul import choose_implementation, grouped_map, grouped_matmul
 from sao_jax.models.linear import feed_forward
 from sao_jax.models.router import route
-from sao_jax.parallel.rules import AxisRules
+from sao_jax.parallel.layout import Layout
 
 EXPERT_WEIGHTS = ("gate", "up", "down")
 
 
 class Routed(NamedTuple):
-  """What became of the tokens of an MoE layer; of several layers stacked in front. See `router.Routing`.
+  """Experts and figures of every token of an MoE layer; layers are stacked in front. See `router.Routing`.
 
   Attributes:
     experts: the k experts of every token.
-    entropy: of the router, in nats.
-    agreeing: how many of them the router itself prefers.
-    computed: how many of them some device has computed: k, or the layer is not dropless.
+    entropy: the router's entropy, in nats.
+    agreeing: the number of them that the router itself prefers.
+    computed: the number of them that some device has computed: k, or the layer is not dropless.
   """
 
   experts: Int[Array, "*layers B T k"]
@@ -50,21 +48,25 @@ def expert_feed_forward(
   """
   num_active, num_experts = experts.shape[1], params["gate"].shape[0]
   params = {name: params[name].astype(x.dtype) for name in EXPERT_WEIGHTS}
+
+  # Pairs of other devices sort behind the last group, where nothing is computed.
   ids = jnp.where(lives_here(experts, num_experts), experts, num_experts).reshape(-1)
   order, inverse = sort_by_expert(ids, num_experts + 1)
   group_sizes = jnp.sum(ids[:, None] == jnp.arange(num_experts, dtype=ids.dtype), axis=0, dtype=jnp.int32)
+
   rows = permute(jnp.repeat(x, num_active, axis=0), order, inverse)
   if implementation == "blocked":
     out = grouped_map(feed_forward, params, rows, group_sizes)
   else:
     matmul = functools.partial(grouped_matmul, group_sizes=group_sizes, implementation=implementation)
     out = matmul(jax.nn.silu(matmul(rows, params["gate"])) * matmul(rows, params["up"]), params["down"])
+
   out = permute(out, inverse, order).reshape(*experts.shape, -1)
   return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)
 
 
 def lives_here(experts: Int[Array, "*pairs"], num_experts: int) -> Bool[Array, "*pairs"]:
-  """Which ids are those of the `num_experts` experts of this device."""
+  """True for the ids of the `num_experts` experts of this device."""
   return (experts >= 0) & (experts < num_experts)
 
 
@@ -97,8 +99,7 @@ def moe_feed_forward(
   params: dict[str, Any],
   x: Float[Array, "B T D"],
   config: ModelConfig,
-  mesh: Mesh | None,
-  rules: AxisRules,
+  layout: Layout,
   replayed: Int[Array, "B T k"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Routed]:
   """The routed experts of every token plus, where declared, the shared expert; and how the tokens were routed.
@@ -107,12 +108,11 @@ def moe_feed_forward(
   """
   routing = route(params, x, config, replayed)
   routed = {name: params[name] for name in EXPERT_WEIGHTS}
-  platform = None if mesh is None else mesh.devices.flat[0].platform
-  implementation = choose_implementation(config.moe_implementation, platform)
-  if mesh is None or mesh.size == 1:
-    out, computed = _local_experts(routed, x, routing.weights, routing.experts, implementation)
+  implementation = choose_implementation(config.moe_implementation, layout.platform)
+  if layout.is_sharded:
+    out, computed = _sharded_experts(routed, x, routing.weights, routing.experts, implementation, layout)
   else:
-    out, computed = _sharded_experts(routed, x, routing.weights, routing.experts, implementation, mesh, rules)
+    out, computed = _local_experts(routed, x, routing.weights, routing.experts, implementation)
   out = out + feed_forward(params["shared"], x) if "shared" in params else out
   return out, Routed(routing.experts, routing.entropy, routing.agreeing, computed)
 
@@ -132,29 +132,28 @@ def _sharded_experts(
   weights: jax.Array,
   experts: jax.Array,
   implementation: str,
-  mesh: Mesh,
-  rules: AxisRules,
+  layout: Layout,
 ) -> tuple[jax.Array, jax.Array]:
-  """`_local_experts` over a mesh. Every device gathers the tokens of its "expert" group and computes the experts it
-  holds, their width split over "tensor"; the partial sums are added and scattered back. Exact and dropless for any
-  routing.
+  """`_local_experts` over a mesh, exact and dropless for any routing.
 
-  In general, over the mesh axes that split the experts or their width: those that also split the tokens gather and
-  scatter them, over the others the sums are added.
+  Every device gathers the tokens of its "expert" group and computes the experts it holds, their width split over
+  "tensor"; the partial sums are added and scattered back. With other rules: of the mesh axes that split the experts or
+  their width, those that also split the tokens gather and scatter them, and the sums are added over the others.
   """
-  tokens = rules.spec("batch", "sequence", None)
-  inward, outward = rules.spec("expert", None, "mlp"), rules.spec("expert", "mlp", None)
+  rules = layout.rules
+  tokens = layout.spec("batch", "sequence", None)
+  inward, outward = layout.spec("expert", None, "mlp"), layout.spec("expert", "mlp", None)
   expert_axes = rules.mesh_axes("expert")
   partial_axes = expert_axes + rules.mesh_axes("mlp")
   gathered = tuple(axis for axis in partial_axes if axis in rules.mesh_axes("batch") + rules.mesh_axes("sequence"))
   summed = tuple(axis for axis in partial_axes if axis not in gathered)
-  copies = math.prod(mesh.shape[axis] for axis in rules.mesh_axes("mlp"))  # of every expert, in slices of its width
+  copies = layout.shards("mlp")  # of every expert, in slices of its width
 
   @functools.partial(
     jax.shard_map,
-    mesh=mesh,
+    mesh=layout.mesh,
     in_specs=({"gate": inward, "up": inward, "down": outward}, tokens, tokens, tokens),
-    out_specs=(tokens, rules.spec("batch", "sequence")),
+    out_specs=(tokens, layout.spec("batch", "sequence")),
     check_vma=False,  # a Pallas kernel does not say over which axes its result varies
   )
   def compute(params: dict[str, Any], *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:

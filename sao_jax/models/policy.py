@@ -7,35 +7,23 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention import packed_attend
-from sao_jax.models.latent_attention import packed_latent_attend
+from sao_jax.models.attention import attention_kind
 from sao_jax.models.logprobs import token_logprobs
 from sao_jax.models.moe import Routed
-from sao_jax.models.transformer import Attend, trunk
+from sao_jax.models.transformer import trunk
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
-from sao_jax.types import RouterStatistics, TrajectoryBatch
-
-
-def attend_within_segments(
-  config: ModelConfig, segment_ids: Int[Array, "B T"], mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
-) -> Attend:
-  """The `attend` argument of `trunk` for packed rows, for this model's kind of attention."""
-  if config.kv_lora_rank:
-    return packed_latent_attend(segment_ids, config, mesh, rules)
-  return packed_attend(segment_ids, mesh, rules)
+from sao_jax.types import PolicyOutputs, RouterStatistics, TrajectoryBatch
 
 
 def packed_trunk(
   params: Params,
   config: ModelConfig,
   batch: TrajectoryBatch,
-  mesh: Mesh | None,
-  rules: AxisRules,
+  layout: Layout,
   routed_experts: Int[Array, "B T L k"] | None = None,
 ) -> tuple[jax.Array, Routed | None]:
   """Hidden states [B, T, D] of packed rows, whose segments do not read each other, and how they were routed."""
@@ -44,10 +32,9 @@ def packed_trunk(
     config,
     batch.token_ids,
     batch.positions,
-    attend=attend_within_segments(config, batch.segment_ids, mesh, rules),
+    attend=attention_kind(config).packed(config, batch.segment_ids, layout),
     routed_experts=routed_experts,
-    mesh=mesh,
-    rules=rules,
+    layout=layout,
   )
   return hidden, routed
 
@@ -57,42 +44,46 @@ def make_policy_apply(
   *,
   temperature: float = 1.0,
   chunk: int = 1024,
-  router_statistics: bool = False,
-  mesh: Mesh | None = None,
-  rules: AxisRules = DEFAULT_RULES,
-) -> Callable[[Params, TrajectoryBatch], tuple[jax.Array, ...]]:
-  """Returns `policy_apply(params, batch) -> (logprobs [B, T], entropy [B, T])`, token-aligned and fp32.
+  layout: Layout = ONE_DEVICE,
+) -> Callable[[Params, TrajectoryBatch], PolicyOutputs]:
+  """Returns `policy_apply(params, batch) -> PolicyOutputs`, token-aligned and fp32.
 
   Experts that the batch brings along (`batch.routed_experts`) are used instead of those that the routers prefer.
 
   Args:
     config: static.
-    temperature: the sampler's.
-    chunk: see `token_logprobs`, also for where the entries are 0.
-    router_statistics: a third result follows, `RouterStatistics`; for models with experts.
-    mesh: of params and batch, None for one device.
-    rules: logical axes to mesh axes.
+    temperature: the sampler's: logits are divided by it.
+    chunk: tokens whose logits are in memory at a time, see `token_logprobs`.
+    layout: the one that parameters and batch are placed by.
   """
-  head = functools.partial(token_logprobs, temperature=temperature, chunk=chunk, mesh=mesh, rules=rules)
+  head = functools.partial(token_logprobs, temperature=temperature, chunk=chunk, layout=layout)
 
-  def policy_apply(params: Params, batch: TrajectoryBatch) -> tuple[jax.Array, ...]:
-    hidden, routed = packed_trunk(params, config, batch, mesh, rules, batch.routed_experts)
-    outputs = head(params, config, hidden, batch.token_ids, batch.segment_ids)
-    return (*outputs, count_routed(routed, batch, config.num_experts)) if router_statistics else outputs
+  def policy_apply(params: Params, batch: TrajectoryBatch) -> PolicyOutputs:
+    hidden, routed = packed_trunk(params, config, batch, layout, batch.routed_experts)
+    logprobs, entropy = head(params, config, hidden, batch.token_ids, batch.segment_ids)
+
+    # A caller that does not read the statistics does not pay for them: the compiler drops what is unused.
+    router = None if routed is None else count_routed(routed, batch, config.num_experts)
+    return PolicyOutputs(logprobs, entropy, router)
 
   return policy_apply
 
 
 def count_routed(routed: Routed, batch: TrajectoryBatch, num_experts: int) -> RouterStatistics:
-  """What the routers did with the tokens of every row; padding is left out, but must be computed like all others."""
+  """Counts what the routers did with the tokens of every row. Padding is left out, except in `dropped`."""
   real = (batch.segment_ids > 0)[None]  # [1, B, T]
   count = lambda numbers: jnp.sum(jnp.where(real, numbers, 0), axis=2, dtype=jnp.float32).T  # [B, L]
+
+  # One-hot over the experts, summed over the tokens of a row and their k choices.
   num_active = routed.experts.shape[-1]
   chosen = routed.experts[..., None] == jnp.arange(num_experts, dtype=routed.experts.dtype)  # [L, B, T, k, E]
   load = jnp.sum(chosen & real[..., None, None], axis=(2, 3), dtype=jnp.float32)
+
+  # A token replays all its experts of a layer, or none: -1 marks the latter.
   replayed = jnp.zeros(routed.entropy.shape, jnp.bool_)
   if batch.routed_experts is not None:
     replayed = jnp.moveaxis(batch.routed_experts[..., 0] >= 0, 2, 0)
+
   return RouterStatistics(
     tokens=jnp.sum(real[0], axis=1, dtype=jnp.float32),
     load=jnp.moveaxis(load, 0, 1),

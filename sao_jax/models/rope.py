@@ -40,7 +40,7 @@ def rope_frequencies(rotary_dim: int, theta: float, yarn: YarnConfig = NO_YARN) 
 
 
 def yarn_attention_factor(yarn: YarnConfig) -> float:
-  """What cos and sin are multiplied by: queries and keys of a stretched context lose sharpness without it."""
+  """The factor on cos and sin, without which queries and keys of a stretched context lose sharpness."""
   return yarn.attention_factor or 0.1 * math.log(max(yarn.factor, 1.0)) + 1.0
 
 

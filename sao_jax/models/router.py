@@ -1,4 +1,4 @@
-"""Routers of mixture-of-experts layers: which experts a token uses, with which weights."""
+"""Routers of mixture-of-experts layers: the experts of a token, their weights, and biases that even out the load."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from sao_jax.parallel.params import Params
 
 
 class Routing(NamedTuple):
-  """What a router decided about every token.
+  """The decisions of a router about every token.
 
   Attributes:
-    weights: of the k experts used, fp32.
+    weights: the weights of the k experts used, fp32.
     experts: their ids.
-    entropy: of the router's distribution over all experts, in nats (scores divided by their sum), without gradient.
+    entropy: the entropy of the router's distribution over all experts (scores divided by their sum), in nats, without
+      gradient.
     agreeing: how many of the k experts used are among the k that the router prefers: all, unless they are replayed.
   """
 
@@ -52,6 +53,8 @@ def route(
       Their weights are this router's, and so are the gradients.
   """
   logits = linear(x.astype(jnp.float32), params["router"], precision=jax.lax.Precision.HIGHEST)
+
+  # What experts are chosen by, and what they are weighted by.
   if config.router == "sigmoid":
     scores, log_scores = jax.nn.sigmoid(logits), jax.nn.log_sigmoid(logits)
     choice = scores + params["correction_bias"].astype(jnp.float32)
@@ -60,6 +63,7 @@ def route(
   else:
     scores = choice = jax.nn.softmax(logits, axis=-1)
     log_scores = jax.nn.log_softmax(logits, axis=-1)
+
   highest, preferred = jax.lax.top_k(choice, config.num_experts_per_token)
   if replayed is None and config.router == "softmax":  # the same numbers as below, without a gather
     experts = preferred
@@ -69,6 +73,7 @@ def route(
     # In log space: the scores of replayed experts may all be too small to be divided by their sum.
     log_weights = jnp.take_along_axis(log_scores, experts, axis=-1)
     weights = jax.nn.softmax(log_weights, axis=-1) if config.renormalize_router else jnp.exp(log_weights)
+
   agreeing = jnp.any(experts[..., :, None] == preferred[..., None, :], axis=-1)
   return Routing(
     weights=weights * config.routed_scaling,

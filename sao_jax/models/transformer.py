@@ -8,67 +8,43 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.errors import ConfigError
-from sao_jax.models.latent_attention import LatentAttend, latent_attention, latent_specs, no_selection
+from sao_jax.models.attention import Attend, attention_kind
 from sao_jax.models.linear import feed_forward, linear, rms_norm
 from sao_jax.models.lora import add_lora, lora_of
 from sao_jax.models.moe import Routed, moe_feed_forward
-from sao_jax.models.rope import apply_rope, rope_table
-from sao_jax.models.sparse_attention import indexer_specs, is_full
+from sao_jax.models.rope import rope_table
+from sao_jax.models.router import router_bias_paths
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules, constrain
 
 UNROLLED_LAYERS = 4  # without remat a stack this shallow becomes straight code: no copies of stacked activations
-
-# attend(q [B,T,H,h], k [B,T,K,h], v [B,T,K,h], layer_index, carry) -> (out [B,T,H,h], carry); of latents a LatentAttend
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]] | LatentAttend
-
-
-def attention_specs(config: ModelConfig) -> Specs:
-  """The parameters of grouped-query attention, of one layer."""
-  spec = functools.partial(ParamSpec, dtype=config.param_dtype, stddev=config.initializer_range)
-  dim, heads, kv_heads, head_dim = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
-  specs = {
-    "q": spec((dim, heads, head_dim), ("embed", "heads", None)),
-    "k": spec((dim, kv_heads, head_dim), ("embed", "kv_heads", None)),
-    "v": spec((dim, kv_heads, head_dim), ("embed", "kv_heads", None)),
-    "o": spec((heads, head_dim, dim), ("heads", None, "embed")),
-  }
-  if config.qk_norm:
-    specs |= {name: spec((head_dim,), (None,), "ones", compute_dtype="float32") for name in ("q_norm", "k_norm")}
-  if config.attention_bias:
-    specs |= {
-      "q_bias": spec((heads, head_dim), ("heads", None), "zeros"),
-      "k_bias": spec((kv_heads, head_dim), ("kv_heads", None), "zeros"),
-      "v_bias": spec((kv_heads, head_dim), ("kv_heads", None), "zeros"),
-    }
-  return specs
 
 
 def param_specs(config: ModelConfig) -> Specs:
   """The declared parameters. Layers are stacked along a leading axis [L, ...]: first the dense ones, then the MoE ones.
 
-  {"embed": [V,D], "dense_layers"?, "moe_layers"?, "indexer_layers"?, "final_norm": [D], "head"?: [D,V]}; "head" only if
-  it is not tied. The indexers of sparse attention are a stack of their own, one for each layer that has one.
+  {"embed": [V,D], "dense_layers"?, "moe_layers"?, "final_norm": [D], "head"?: [D,V]}; "head" only if it is not tied.
+  A kind of attention may add groups that its layers have in common ("indexer_layers").
   """
   spec = functools.partial(ParamSpec, dtype=config.param_dtype, stddev=config.initializer_range)
   dim = config.d_model
   norm = spec((dim,), (None,), "ones", compute_dtype="float32")
-  attention = latent_specs(config) if config.kv_lora_rank else attention_specs(config)
+  kind = attention_kind(config)
 
   def gated(width: int) -> Specs:
     inward, outward = spec((dim, width), ("embed", "mlp")), spec((width, dim), ("mlp", "embed"))
     return {"gate": inward, "up": inward, "down": outward}
 
-  layer = {"attention_norm": norm, "attention": attention, "mlp_norm": norm}
+  # Every layer has attention; the first ones a dense feed-forward, the others experts.
+  layer = {"attention_norm": norm, "attention": kind.specs(config), "mlp_norm": norm}
   num_dense = config.num_dense_layers if config.num_experts else config.num_layers
   specs = {"embed": spec((config.vocab_size, dim), ("vocab", "embed")), "final_norm": norm}
   if num_dense:
     specs["dense_layers"] = stack_specs(layer | {"mlp": gated(config.d_ff)}, num_dense)
+
   if num_dense < config.num_layers:
     experts, width = config.num_experts, config.d_ff_expert
     # Sigmoid routers are kept in fp32, whatever the rest is, as transformers does.
@@ -84,31 +60,11 @@ def param_specs(config: ModelConfig) -> Specs:
     if config.d_ff_shared:
       moe["shared"] = gated(config.d_ff_shared)
     specs["moe_layers"] = stack_specs(layer | {"moe": moe}, config.num_layers - num_dense)
-  if config.index_topk:
-    specs["indexer_layers"] = stack_specs(indexer_specs(config), sum(is_full(config)))
+
+  specs |= kind.common_specs(config)
   if not config.tie_embeddings:
     specs["head"] = spec((dim, config.vocab_size), ("embed", "vocab"))
   return specs
-
-
-def attention(
-  params: Params,
-  x: Float[Array, "B T D"],
-  table: tuple[jax.Array, jax.Array],
-  config: ModelConfig,
-  attend: Attend,
-  layer_index: jax.Array,
-  carry: Any,
-) -> tuple[Float[Array, "B T D"], Any]:
-  """Projections, optional biases and q/k norm, rotary embedding, and whatever `attend` does with q, k and v."""
-  q, k, v = (linear(x, params[name]) for name in ("q", "k", "v"))
-  if config.attention_bias:
-    q, k, v = (part + params[name].astype(x.dtype) for part, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))
-  if config.qk_norm:
-    q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
-    k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
-  out, carry = attend(apply_rope(q, table), apply_rope(k, table), v, layer_index, carry)
-  return linear(out.reshape(*x.shape[:2], -1), params["o"].reshape(-1, x.shape[-1])), carry
 
 
 def trunk(
@@ -120,8 +76,7 @@ def trunk(
   attend: Attend,
   carry: Any = None,
   routed_experts: Int[Array, "B T L k"] | None = None,
-  mesh: Mesh | None = None,
-  rules: AxisRules = DEFAULT_RULES,
+  layout: Layout = ONE_DEVICE,
 ) -> tuple[Float[Array, "B T D"], Any, Routed | None]:
   """Embedding, all layers, final norm.
 
@@ -130,45 +85,45 @@ def trunk(
     config: static.
     token_ids: the tokens.
     positions: the rotary position of every token.
-    attend: what a layer's queries read: `attend(q, k, v, layer_index, carry) -> (out, carry)`. Training passes causal
-      attention within segments, the sampler one that writes k and v into its cache and attends over it.
+    attend: says what a layer's queries read, as the model's kind of attention understands it. Training passes causal
+      attention within segments (`AttentionKind.packed`), the sampler one that writes its cache and attends over it.
     carry: state that `attend` threads through the layers, for example the cache.
     routed_experts: the experts to use in the MoE layers, -1 where the router chooses itself (None: everywhere).
-    mesh: the mesh that params and tokens live on, None for one device.
-    rules: logical axes to mesh axes.
+    layout: the one that parameters and tokens are placed by.
 
   Returns:
     The hidden states after the final norm, in config.dtype; the last carry; and how the MoE layers routed the tokens,
     stacked [L, B, T, ...] over these layers, None without one.
   """
-  rotary_dim = config.qk_rope_head_dim or int(config.head_dim * config.rotary_fraction)
-  table = rope_table(positions, rotary_dim, config.rope_theta, config.yarn)
-  place = functools.partial(constrain, mesh=mesh, rules=rules)
-  x = place(params["embed"][token_ids].astype(config.dtype), "batch", "sequence", None)
+  kind = attention_kind(config)
+  table = rope_table(positions, kind.rotary_dim(config), config.rope_theta, config.yarn)
+  x = layout.constrain(params["embed"][token_ids].astype(config.dtype), "batch", "sequence", None)
 
-  indexers = params.get("indexer_layers")
-  selection = no_selection(config, attend, *token_ids.shape)  # what sparse attention reads, from one layer to the next
-
+  common = {name: params[name] for name in kind.common_specs(config)}
+  passed = kind.start(config, attend, *token_ids.shape)
   scale = params["lora"]["scale"] if "lora" in params else None
 
   def layer(state: tuple[jax.Array, Any, Any], inputs: tuple[Params, Params, jax.Array, jax.Array | None]):
-    x, carry, selection = state
+    x, carry, passed = state
     params, lora, layer_index, replayed = inputs
     params, routed = add_lora(params, lora, scale), None
+
+    # x + attention(norm(x))
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
-    if config.kv_lora_rank:
-      layer_attention = functools.partial(latent_attention, indexers=indexers, selection=selection)
-      out, carry, selection = layer_attention(params["attention"], normed, table, config, attend, layer_index, carry)
-    else:
-      out, carry = attention(params["attention"], normed, table, config, attend, layer_index, carry)
+    out, carry, passed = kind.layer(
+      params["attention"], normed, table, config, attend, layer_index, carry, common=common, passed=passed
+    )
     x = x + out
+
+    # x + feed_forward(norm(x)), dense or of the experts
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
     if "moe" in params:
-      out, routed = moe_feed_forward(params["moe"], normed, config, mesh, rules, replayed)
+      out, routed = moe_feed_forward(params["moe"], normed, config, layout, replayed)
     else:
       out = feed_forward(params["mlp"], normed)
-    return (place(x + out, "batch", "sequence", None), carry, selection), routed
+    return (layout.constrain(x + out, "batch", "sequence", None), carry, passed), routed
 
+  # One loop over each stack of equal layers.
   first_layer, routed = 0, None
   for name in ("dense_layers", "moe_layers"):
     if name in params:
@@ -178,19 +133,22 @@ def trunk(
       step = rematerialize(layer, config.remat, straight=count == 1)
       shallow = count <= UNROLLED_LAYERS and config.remat == "none"
       inputs = (params[name], lora_of(params, name), layer_indices, replayed)
-      (x, carry, selection), routed = jax.lax.scan(step, (x, carry, selection), inputs, unroll=shallow)
+      (x, carry, passed), routed = jax.lax.scan(step, (x, carry, passed), inputs, unroll=shallow)
       first_layer += count
+
   return rms_norm(x, params["final_norm"], config.rms_norm_eps), carry, routed
+
+
+def fixed_paths(config: ModelConfig) -> frozenset[str]:
+  """The full names of the leaves that no gradient reaches: parts of attention, and the correction biases of routers."""
+  return attention_kind(config).fixed(config) | router_bias_paths(config)
 
 
 def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callable:
   """`layer` with the remat policy: none keeps all activations, dots keeps matmul results, full keeps inputs only.
 
-  `straight`: it is not the body of a loop, or of one that the compiler dissolves. It would then see that the backward
-  pass computes what the forward pass has, and keep that after all, so a barrier is put between them.
-
-  Raises:
-    ConfigError: another policy.
+  Set `straight` when `layer` is not inside a loop after compilation. XLA could then merge the recomputation with the
+  forward pass and keep the activations; `prevent_cse` stops it.
   """
   if remat == "none":
     return layer
@@ -198,8 +156,6 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   }
-  if remat not in policies:
-    raise ConfigError("model.remat", f"{remat!r} is not known.", "choose none, dots or full.")
   return jax.checkpoint(layer, policy=policies[remat], prevent_cse=straight)
 
 

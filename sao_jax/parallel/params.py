@@ -1,4 +1,4 @@
-"""Parameters declared once: from a tree of `ParamSpec` follow initial values, abstract trees and shardings."""
+"""Parameters declared once: from a tree of `ParamSpec` follow names, initial values, abstract trees (and shardings)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 Params = dict[str, Any]
@@ -27,10 +24,10 @@ class ParamSpec:
     shape: its shape.
     axes: the logical axis (a field of `AxisRules`) of each dimension, None where it is never sharded.
     initializer: "normal" (with `stddev`), "zeros", "ones", or a function (key, shape, dtype) -> array.
-    dtype: of the stored parameter.
-    stddev: standard deviation of "normal".
-    compute_dtype: in which dtype the model reads it, None: that of its activations. Publishing keeps this precision, so
-      that sampler and learner compute with the same numbers.
+    dtype: the dtype of the stored parameter.
+    stddev: the standard deviation of "normal".
+    compute_dtype: the dtype that the model reads it in; None: that of its activations. Publishing keeps this precision,
+      so that sampler and learner compute with the same numbers.
   """
 
   shape: tuple[int, ...]
@@ -87,11 +84,6 @@ def init_params(specs: Specs, key: jax.Array) -> Params:
 def abstract_params(specs: Specs) -> Params:
   """The tree of `jax.ShapeDtypeStruct`s."""
   return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), specs)
-
-
-def param_shardings(specs: Specs, mesh: Mesh, rules: AxisRules = DEFAULT_RULES) -> Params:
-  """The tree of `NamedSharding`s of these parameters on `mesh`."""
-  return jax.tree.map(lambda spec: NamedSharding(mesh, rules.spec(*spec.axes)), specs)
 
 
 def count_params(specs: Specs) -> int:

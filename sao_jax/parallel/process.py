@@ -22,12 +22,12 @@ def initialize_processes(
 
 
 def data_process_index() -> int:
-  """Which share of the prompts this process reads: data axes span hosts, "tensor" and "context" stay inside one."""
+  """The share of the prompts that this process reads: data axes span hosts, "tensor" and "context" stay inside one."""
   return jax.process_index()
 
 
 def data_process_count() -> int:
-  """In how many shares the prompts are split."""
+  """The number of shares that the prompts are split into."""
   return jax.process_count()
 
 

@@ -21,14 +21,15 @@ def make_publish(
 
   Args:
     target_shardings: a sharding, or a tree of shardings, of the sampler's devices; None leaves the copy in place.
-    dtype: of the copy: one for all floating leaves, or a tree with one for each; None keeps the dtypes.
-    prepare: makes what is copied from what trains; the sampler's tree may be another one.
+    dtype: the dtype of the copy: one for all floating leaves, or a tree with one for each; None keeps the dtypes.
+    prepare: maps the training tree to the tree that is copied, for example merges LoRA.
   """
 
   def copy(leaf: jax.Array, dtype: Any | None = None) -> jax.Array:
     cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
     return jnp.array(leaf, dtype=dtype if cast else leaf.dtype, copy=True)
 
+  # One program for the whole tree; the copies then travel to the sampler's devices.
   @jax.jit
   def copy_tree(params: Params) -> Params:
     params = prepare(params)

@@ -21,11 +21,11 @@ class Panel:
   """One figure of the report.
 
   Attributes:
-    name: file name stem.
+    name: stem of the file's name.
     title: heading, above the axes.
-    caption: one sentence that says how to read it.
-    needs: metrics of which at least one must be present.
-    draw: draws the lines into matplotlib axes.
+    caption: one sentence that says how to read the figure.
+    needs: metrics, at least one of which must be present.
+    draw: function that draws the metric lines into matplotlib axes.
   """
 
   name: str
@@ -36,10 +36,11 @@ class Panel:
 
 
 def figure(panel: Panel, lines: Lines) -> Any:
-  """Returns a matplotlib Figure of `panel`; when none of its metrics was recorded, the figure says so."""
+  """Draws `panel` as a matplotlib Figure; when none of its metrics was recorded, the figure says so."""
   import matplotlib  # an optional extra
   from matplotlib.figure import Figure
 
+  # One style for all panels, set for this figure alone.
   style = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -55,6 +56,8 @@ def figure(panel: Panel, lines: Lines) -> Any:
     "legend.frameon": False,
     "legend.fontsize": 9,
   }
+
+  # A figure without pyplot: there is no window, and nothing to close.
   with matplotlib.rc_context(style):
     result = Figure(figsize=(6.0, 3.4), dpi=150, layout="constrained")
     axes = result.add_subplot()
@@ -69,7 +72,7 @@ def figure(panel: Panel, lines: Lines) -> Any:
 
 
 def smooth(values: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:
-  """Centred moving average over `window` (odd) values; at the ends over those of them that exist."""
+  """Computes the centred moving average over `window` (odd) values; at the ends, over the values that exist."""
   index = np.arange(len(values), dtype=np.int64)
   begin, end = np.maximum(index - window // 2, 0), np.minimum(index + window // 2 + 1, len(values))
   sums = np.concatenate([np.zeros(1, np.float64), np.cumsum(values, dtype=np.float64)])
@@ -77,7 +80,7 @@ def smooth(values: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " 
 
 
 def _series(lines: Lines, key: str) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-  """Steps and finite values of a scalar metric; for a vector its sum, which tells whether there is anything to draw."""
+  """Returns the steps and finite values of a scalar metric, or the sums of a vector: is there anything to draw?"""
   steps, values = [], []
   for line in lines:
     value = line.get(key)
@@ -90,7 +93,7 @@ def _series(lines: Lines, key: str) -> tuple[Float[np.ndarray, " N"], Float[np.n
 
 
 def _curve(axes: Any, lines: Lines, key: str, label: str, color: str, scale: float = 1.0) -> None:
-  """The raw values in the background, their moving average in front."""
+  """Draws the raw values in the background and their moving average in front."""
   steps, values = _series(lines, key)
   if not steps.size:
     return
@@ -116,10 +119,12 @@ def _reward(axes: Any, lines: Lines) -> None:
 
 
 def _success(axes: Any, lines: Lines) -> None:
+  # A line without an interval gets a bar of length 0.
   steps, rate = _series(lines, "heldout_success")
   measured = [line for line in lines if line.get("heldout_success") is not None]
   low = np.asarray([line.get("heldout_low", line["heldout_success"]) for line in measured], np.float64)
   high = np.asarray([line.get("heldout_high", line["heldout_success"]) for line in measured], np.float64)
+
   # A step measured twice (evaluation repeated after a resume) keeps its order; the bars show both.
   bars = 100 * np.maximum(np.stack([rate - low, high - rate]), 0)
   axes.errorbar(
@@ -145,11 +150,13 @@ def _rejected(axes: Any, lines: Lines) -> None:
 
 
 def _lag(axes: Any, lines: Lines) -> None:
+  # Tokens by lag over the whole run; the last bar holds those beyond the histograms, if there are any.
   histograms = [line["lag_histogram"] for line in lines if line.get("lag_histogram")]
   tokens = np.zeros(max(len(histogram) for histogram in histograms) + 1, np.float64)
   for histogram in histograms:
     tokens[: len(histogram)] += [count or 0 for count in histogram]
   tokens[-1] = sum(line.get("lag_overflow") or 0 for line in lines)
+
   lags = np.arange(len(tokens) if tokens[-1] else len(tokens) - 1)
   share = 100 * tokens[: len(lags)] / max(tokens.sum(), 1)
   axes.bar(lags, share, color=BLUE, width=0.8, label=f"all steps, mean lag {float(lags @ share) / 100:.2f}")
@@ -162,7 +169,7 @@ def _explained_variance(axes: Any, lines: Lines) -> None:
   _curve(axes, lines, "explained_variance", "critic", BLUE)
   axes.axhline(0, color=GREY, linewidth=1, linestyle="--", label="predicting the mean")
   _, values = _series(lines, "explained_variance")
-  # A cold critic starts far below zero; the part that matters is between -1 and 1.
+  # A new critic starts far below zero; the part that matters is between -1 and 1.
   axes.set_ylim(max(float(values.min()) - 0.05, -1.0), 1.0)
   _finish(axes, "explained variance of returns")
 

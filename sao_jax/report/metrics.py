@@ -1,7 +1,7 @@
 """Metrics of a run: one JSON line per step, the same numbers for TensorBoard, and reading them back.
 
-The JSONL file is the record. Each line is flushed when written, so that a kill loses at most the line in progress, and
-a resumed run first cuts away what lies beyond its restored step, so that no step appears twice.
+The JSONL file is the record. Each line is flushed when written, so a kill loses at most the line in progress. A resumed
+run first drops the lines beyond its restored step, so no step appears twice.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ METRICS_FILE = "metrics.jsonl"
 class MetricsWriter:
   """Appends the metrics of one phase ("sft", "value_pretraining", "train", ...) of a run to `workdir`.
 
-  Use as a context manager or call `close`. TensorBoard events go to `workdir/tensorboard/<phase>` when tensorboardX is
-  installed; when it is not, the log says so once and the JSONL file is written all the same.
+  Use it as a context manager, or call `close`. TensorBoard events go to `workdir/tensorboard/<phase>` when tensorboardX
+  is installed; otherwise the log says so once, and the JSONL file is written all the same.
   """
 
   def __init__(self, workdir: str | os.PathLike, phase: str = "train", *, restored_step: int | None = None):
-    """Opens the files. `restored_step` is the last step whose effects the restored state contains.
+    """Opens the files, and drops this phase's lines beyond `restored_step`; lines of other phases stay.
 
-    Earlier lines of this phase beyond `restored_step` are dropped (None, a fresh start of the phase: all of them);
-    lines of other phases stay.
+    `restored_step` is the last step whose effects the restored state contains. None is a fresh start of the phase: all
+    its lines are dropped.
     """
     self._phase = phase
     path = pathlib.Path(workdir) / METRICS_FILE
@@ -42,9 +42,10 @@ class MetricsWriter:
     self._tensorboard = _tensorboard_writer(path.parent / "tensorboard" / phase, restored_step)
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-    """Writes {"step", "phase", **metrics}. Values: numbers, strings, or arrays of at most a few hundred numbers.
+    """Writes the line {"step", "phase", **metrics}.
 
-    Non-finite numbers are written as null, which readers take as "undefined".
+    Values are numbers, strings, or arrays of at most a few hundred numbers. Non-finite numbers are written as null,
+    which readers take as "undefined".
     """
     line = {"step": int(step), "phase": self._phase} | {key: to_json(value) for key, value in metrics.items()}
     self._file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -74,8 +75,8 @@ class DelayedFetch:
 
   Reading a metric waits for the step that computes it. Reading one step late therefore never leaves the device idle:
 
-      state, metrics = train_step(state, batch)   # dispatched, still running
-      for step, values in delayed.push(step, metrics):   # the previous step's, long since finished
+      state, metrics = train_step(state, batch)  # dispatched, still running
+      for step, values in delayed.push(step, metrics):  # the previous step, long since finished
         writer.write(step, values)
   """
 
@@ -89,19 +90,27 @@ class DelayedFetch:
     return previous
 
   def flush(self) -> list[tuple[int, dict[str, Any]]]:
-    """Returns what is pending, waiting for it; call once after the last step."""
+    """Returns the pending metrics, and waits for them; call it once after the last step."""
     pending, self._pending = self._pending, None
     return [] if pending is None else [(pending[0], dict(jax.device_get(pending[1])))]
 
 
 def read_metrics(workdir: str | os.PathLike, phase: str | None = None) -> list[dict[str, Any]]:
-  """Returns the metric lines of `workdir` (of one `phase`) in order; [] without a file. A torn line is left out."""
+  """Reads the metric lines of `workdir` in order, of one `phase` or of all; [] without a file, torn lines left out.
+
+  >>> import tempfile
+  >>> with tempfile.TemporaryDirectory() as workdir:
+  ...   with MetricsWriter(workdir, "train") as writer:
+  ...     writer.write(1, {"reward_mean": 0.25, "lag_mean": math.nan})
+  ...   read_metrics(workdir, "train")
+  [{'step': 1, 'phase': 'train', 'reward_mean': 0.25, 'lag_mean': None}]
+  """
   lines = valid_lines(pathlib.Path(workdir) / METRICS_FILE)
   return [line for line in lines if phase is None or line.get("phase") == phase]
 
 
 def evaluated_versions(workdir: str | os.PathLike, phase: str) -> set[int]:
-  """The policy versions whose held-out success has been measured."""
+  """Collects the policy versions whose held-out success has been measured."""
   return {line["policy_version"] for line in read_metrics(workdir, phase) if "heldout_success" in line}
 
 
@@ -120,7 +129,7 @@ def to_json(value: Any) -> Any:
 
 
 def valid_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-  """The lines of a JSONL file that name a step, in order; none without a file. A torn line is left out."""
+  """Yields the lines of a JSONL file that name a step, in order; none without a file. A torn line is left out."""
   if not path.exists():
     return
   with path.open(encoding="utf-8", errors="replace") as file:
@@ -134,7 +143,7 @@ def valid_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def drop_lines_after(path: pathlib.Path, phase: str, restored_step: int | None) -> None:
-  """Rewrites `path`, if there is such a file, without the lines of `phase` beyond `restored_step` (None: without any).
+  """Rewrites the file, if there is one, without the lines of `phase` beyond `restored_step`, or without any for None.
 
   A kill leaves the old file or the new one.
   """
@@ -159,6 +168,6 @@ def _tensorboard_writer(directory: pathlib.Path, restored_step: int | None) -> A
     return None
   import tensorboardX  # an optional extra
 
-  # Events beyond the restored step are hidden from the display when the step counter restarts below them.
+  # TensorBoard hides the events beyond the restored step when it is told where the new ones begin.
   purge = 0 if restored_step is None else restored_step + 1
   return tensorboardX.SummaryWriter(str(directory), purge_step=purge, flush_secs=10)

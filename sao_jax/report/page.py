@@ -1,7 +1,7 @@
 """The report of a run: curves as PNG files, and one self-contained HTML page with the curves and three episodes.
 
-Everything is read from the working directory (metrics.jsonl, episodes.jsonl, config.json), so that a report can be
-drawn while the run goes on, on another machine, or of a run that was cut short.
+Everything is read from the working directory (metrics.jsonl, episodes.jsonl, config.json). A report can therefore be
+drawn while the run goes on, on another machine, or for a run that was cut short.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import io
 import json
 import os
 import pathlib
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sao_jax.errors import ConfigError
 from sao_jax.report.curves import PANELS, figure
-from sao_jax.report.intervals import summarize
 from sao_jax.report.metrics import read_metrics, to_json, valid_lines
 
 EPISODES_FILE = "episodes.jsonl"
@@ -30,8 +30,10 @@ _VISIBLE_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code)
 def write_report(workdir: str | os.PathLike, phase: str = "train") -> list[pathlib.Path]:
   """Writes `workdir/report/index.html` and one PNG per panel; returns their paths, the page first.
 
-  A metric that was not recorded leaves a panel that says so. Raises ConfigError when there is nothing at all to report
-  or when a package of the `report` extra is missing.
+  A metric that was not recorded leaves a panel that says so.
+
+  Raises:
+    ConfigError: when there is nothing at all to report, or a package of the `report` extra is missing.
   """
   workdir = pathlib.Path(workdir)
   lines = read_metrics(workdir, phase)
@@ -42,6 +44,8 @@ def write_report(workdir: str | os.PathLike, phase: str = "train") -> list[pathl
       f"{workdir} holds no metrics of a {phase} phase and no episodes of it, so there is nothing to report.",
       "Name the --workdir of a run that has made at least one train step.",
     )
+
+  # Draw everything before the first file is written: a missing package leaves no half of a report.
   images = _draw(lines)
   directory = workdir / REPORT_DIRECTORY
   directory.mkdir(exist_ok=True)
@@ -50,6 +54,7 @@ def write_report(workdir: str | os.PathLike, phase: str = "train") -> list[pathl
     path = directory / f"{panel.name}.png"
     path.write_bytes(images[panel.name])
     paths.append(path)
+
   page = directory / "index.html"
   page.write_text(_page(workdir, lines, pick_episodes(episodes), images), encoding="utf-8")
   return [page, *paths]
@@ -58,7 +63,16 @@ def write_report(workdir: str | os.PathLike, phase: str = "train") -> list[pathl
 def append_episode(
   workdir: str | os.PathLike, phase: str, step: int, reward: float, status: str, segments: Sequence[tuple[str, str]]
 ) -> None:
-  """Appends one episode to the record: `segments` are (kind, text), kind "prompt", "action" or "observation"."""
+  """Appends one episode to the record.
+
+  Args:
+    workdir: the run's directory.
+    phase: the phase to which the episode belongs.
+    step: number of train steps done when the episode was chosen.
+    reward: the episode's reward.
+    status: the way in which the episode ended, a value of `Status`.
+    segments: (kind, text) in order; kind is "prompt", "action" or "observation".
+  """
   episode = {
     "step": int(step),
     "phase": phase,
@@ -86,6 +100,7 @@ def pick_episodes(episodes: Sequence[dict[str, Any]], count: int = 3) -> list[di
 
 
 def _draw(lines: Sequence[dict[str, Any]]) -> dict[str, bytes]:
+  """Draws all panels; returns their PNG files by name."""
   images = {}
   for panel in PANELS:
     buffer = io.BytesIO()
@@ -103,16 +118,22 @@ def _page(
   episodes: Sequence[dict[str, Any]],
   images: Mapping[str, bytes],
 ) -> str:
+  """Renders the HTML page, with the images inside it."""
   try:
     import jinja2  # an optional extra
   except ImportError as error:
     raise _missing_extra("jinja2") from error
+
+  # Without a config.json the directory's name is the heading, and the page shows no configuration.
   config_path = workdir / "config.json"
   config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
+
+  # Episodes hold text of a policy: it is escaped, and its control characters are made visible.
   environment = jinja2.Environment(
     autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
   )
   environment.filters["visible"] = lambda text: str(text).translate(_VISIBLE_CONTROLS)
+
   return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
     name=config.get("name") or workdir.resolve().name,
     facts=_facts(lines),
@@ -123,22 +144,26 @@ def _page(
 
 
 def _facts(lines: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
-  """The few numbers at the top of the page as (label, value, note); what was not recorded is left out."""
+  """Lists the numbers at the top of the page as (label, value, note), without those that were not recorded."""
   facts = [("train steps", str(lines[-1]["step"]), "")] if lines else []
   if versions := _values(lines, "policy_version"):
     facts.append(("policy version", f"{versions[-1]:.0f}", ""))
+
+  # Held-out success at the first evaluation and at the last one.
   evaluated = [line for line in lines if line.get("heldout_success") is not None]
   for line in evaluated[:1] + evaluated[1:][-1:]:
     known = line.get("heldout_low") is not None and line.get("heldout_high") is not None
     interval = f"{line['heldout_low']:.1%} – {line['heldout_high']:.1%}" if known else ""
     facts.append((f"held-out success, step {line['step']}", f"{line['heldout_success']:.1%}", interval))
+
+  # Means over all steps.
   for key, label, form in (
     ("lag_mean", "mean lag", "{:.2f}"),
     ("rejected_low", "rejected, ratio too low", "{:.2%}"),
     ("rejected_high", "rejected, ratio too high", "{:.2%}"),
   ):
     if values := _values(lines, key):
-      facts.append((label, form.format(summarize(values).mean), "mean over steps"))
+      facts.append((label, form.format(statistics.fmean(values)), "mean over steps"))
   return facts
 
 

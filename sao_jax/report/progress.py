@@ -1,4 +1,4 @@
-"""The progress of a phase: a rich bar on a terminal, a plain log line now and then anywhere else."""
+"""The progress of a phase: a rich bar on a terminal, and an occasional log line anywhere else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Progress:
     console: rich.console.Console | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """`total` counts all steps of the phase, `start` those that an earlier run has done already."""
+    """Prepares the display; `total` counts all steps of the phase, `start` those that an earlier run has done."""
     self._description, self._total, self._start = description, total, start
     self._log_seconds, self._clock = log_seconds, clock
     self._console = console or rich.console.Console(stderr=True)
@@ -46,6 +46,7 @@ class Progress:
     self._began = self._last_log = self._clock()
     if not self._console.is_terminal:
       return self
+
     self._bar = rich.progress.Progress(
       rich.progress.TextColumn("[bold]{task.description}"),
       rich.progress.BarColumn(bar_width=24),
@@ -56,6 +57,7 @@ class Progress:
     )
     self._task = self._bar.add_task(self._description, total=self._total, completed=self._start, facts="")
     self._bar.start()
+
     # The bar replaced sys.stderr by a proxy that prints above it; the log handler still holds the old stream.
     handler = logging.get_absl_handler().python_handler
     self._log_streams = [(handler, handler.setStream(sys.stderr))]
@@ -81,7 +83,7 @@ class Progress:
       logging.info("%s %d/%d  %s  %s left", self._description, step, self._total, facts, self._time_left(now))
 
   def _rate(self, now: float) -> float:
-    """Steps per second of this run."""
+    """Computes the steps per second of this run."""
     return (self._step - self._start) / max(now - self._began, 1e-9)
 
   def _facts(self, now: float, values: dict[str, float | None]) -> str:

@@ -9,20 +9,15 @@ INTEGER = re.compile(rf"[+-]?[0-9]{{1,{MAX_DIGITS}}}")
 
 
 def parse_integer(text: str | None) -> int | None:
-  """The integer that the whole text spells (blanks around it allowed), or None.
+  """Parses the integer that the whole text spells, blanks around it allowed; returns None for any other text.
 
-  Digits are ASCII and at most 18, so the time and the result are bounded whatever the text says.
+  Digits are ASCII and at most 18, so time and result are bounded for every text.
   """
   match = INTEGER.fullmatch(text.strip()) if text is not None else None
   return int(match.group()) if match else None
 
 
 def integer_match(answer: str | None, expected: int) -> float:
-  """1.0 when the whole answer spells the expected integer, else 0.0; no answer and no integer earn 0.0."""
+  """Returns 1.0 when the whole answer spells the expected integer, else 0.0; no answer and no integer earn 0.0."""
   value = parse_integer(answer)
   return float(value is not None and value == expected)
-
-
-def exact_match(answer: str | None, expected: str) -> float:
-  """1.0 when the answer equals the expected text up to runs of white space, else 0.0."""
-  return float(answer is not None and answer.split() == expected.split())

@@ -1,7 +1,7 @@
 """One worker process of a `GraderPool`: a script that reads requests, grades, and answers, until its parent has gone.
 
-Requests are pickled by the parent and framed by their length. Answers are lines of JSON, since the text of a policy has
-gone through whatever makes them: the parent never unpickles one.
+Requests are pickled by the parent and framed by their length. Answers are lines of JSON, which the parent never
+unpickles: the code that makes them has read text of a policy.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ MAX_PROBLEM = 500  # characters
 
 
 def main() -> None:
-  """Serves the parent at the other ends of standard input and output."""
+  """Serves the parent, which holds the other ends of standard input and output."""
   requests, replies = _private_streams()
   os.nice(NICENESS)
   waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
   threading.Thread(target=_read, args=(requests, waiting), daemon=True).start()
+
+  # The first request is the set-up; all others are to be graded.
   sys.path[:], timeout, pickled = pickle.loads(waiting.get())
   grader, problem = _attempt(pickle.loads, pickled)
   _answer(replies, None, problem)
   while grader is not None:
     environment, arguments = pickle.loads(waiting.get())
-    # So that one that spins without ever freeing the interpreter's lock does not outlive a killed parent.
+    # A grader that spins without ever freeing the interpreter's lock must not outlive a killed parent.
     signal.setitimer(signal.ITIMER_REAL, timeout + GRACE)
     reward, problem = _attempt(_grade, grader, environment, arguments)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -43,7 +45,7 @@ def main() -> None:
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-  """The parent's pipes; a grader that prints or reads finds nothing there."""
+  """Moves the parent's pipes away from standard input and output, where graders that read or print find nothing."""
   streams = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
   nothing = os.open(os.devnull, os.O_RDWR)
   os.dup2(nothing, 0)
@@ -64,10 +66,10 @@ def _grade(grader: Callable[..., Any], environment: str, arguments: tuple[Any, .
 
 
 def _attempt(call: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
-  """Returns (result, None) or (None, what went wrong)."""
+  """Calls a function; returns (result, None) or (None, problem)."""
   try:
     return call(*arguments), None
-  except BaseException as error:  # a grader may do anything, leave the interpreter too
+  except BaseException as error:  # a grader may do anything, even try to leave the interpreter
     known = getattr(error, "problem", None)  # of a GraderFailure
     problem = known if isinstance(known, str) else "".join(traceback.format_exception_only(error)).strip()
     return None, problem[:MAX_PROBLEM]

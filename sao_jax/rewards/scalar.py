@@ -6,8 +6,6 @@ import math
 import numbers
 from typing import Any
 
-from sao_jax.episode import GraderFailure
-
 
 def check_reward(reward: Any, environment: str) -> float:
   """Returns the reward as a Python float.
@@ -20,13 +18,17 @@ def check_reward(reward: Any, environment: str) -> float:
   if getattr(reward, "shape", None) == () and hasattr(reward, "item"):
     reward = reward.item()
   if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
-    raise GraderFailure(
-      environment, f"the reward must be one finite number, got {type(reward).__name__} {reward!r:.80}"
-    )
+    raise _failure(environment, f"got {type(reward).__name__} {reward!r:.80}")
   try:
     value = float(reward)
   except OverflowError:
     value = math.inf
   if not math.isfinite(value):
-    raise GraderFailure(environment, f"the reward must be one finite number, got {value}")
+    raise _failure(environment, f"got {value}")
   return value
+
+
+def _failure(environment: str, found: str) -> Exception:
+  from sao_jax.episode import GraderFailure  # here, so that workers, which check rewards too, start without NumPy
+
+  return GraderFailure(environment, f"the reward must be one finite number, {found}")

@@ -14,10 +14,9 @@ import collections
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sao_jax.episode import Trajectory
-from sao_jax.errors import ConfigError
 from sao_jax.rollout.evidence import Routing, check_trajectory
 from sao_jax.rollout.ledger import Finished, Ledger
 from sao_jax.rollout.outcomes import BadEvidence, Outcome
@@ -55,7 +54,7 @@ class TrajectoryBuffer:
     ledger: Ledger,
     *,
     max_staleness: int,
-    staleness: str = "drop",
+    staleness: Literal["drop", "mask"] = "drop",
     train_truncated: bool = True,
     routing: Routing | None = None,
     version: int = 0,
@@ -72,8 +71,6 @@ class TrajectoryBuffer:
     make_batch: makes of its trajectories what `take` returns: in training, rows packed and sharded over the mesh.
     clock: seconds.
     """
-    if staleness not in ("drop", "mask"):
-      raise ConfigError("rollout.staleness", f"unknown choice {staleness!r}", 'choose "drop" or "mask"')
     self.ledger, self.version = ledger, version
     self.statistics = RolloutStatistics(clock)
     self._max_staleness, self._staleness, self._clock = max_staleness, staleness, clock

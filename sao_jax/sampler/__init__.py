@@ -1,1 +1,15 @@
-"""Continuous-batching generation: KV cache and engine state as pytrees, jitted prefill and decode, a slot scheduler."""
+"""Continuous-batching generation in JAX: slots, the cache, jitted prefill and decode, the scheduler, the service.
+
+Published parameters and requests (token ids to continue, limits) enter; completions leave: token ids, each with its
+log-probability and policy version. The room knows neither environments nor training.
+"""
+
+from __future__ import annotations
+
+from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.requests import Completion, GenerateRequest
+from sao_jax.sampler.sampling import SamplingRule
+from sao_jax.sampler.scheduler import Scheduler
+from sao_jax.sampler.service import SamplerService
+
+__all__ = ["Completion", "Engine", "GenerateRequest", "SamplerService", "SamplingRule", "Scheduler"]

@@ -1,79 +1,73 @@
-"""The cache: per slot what attention keeps of the tokens written so far, keys and values or the latents of both."""
+"""The cache: per slot what attention keeps of the tokens written so far, whatever the kind of attention keeps."""
 
 from __future__ import annotations
 
-import flax.struct
+from collections.abc import Mapping
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.sparse_attention import is_full
+from sao_jax.models.attention import Attend
 
 
-@flax.struct.dataclass
-class KVCache:
-  """Keys and values, positions 0 ... C - 1 of every slot (or of a few rows, of a few positions).
-
-  The key of a position is a column and its value a row: both products of attention run over contiguous memory,
-  whatever the number of positions.
+class Cache:
+  """Common base of the caches of all kinds of attention, each a pytree of arrays [S, ...] over S slots.
 
   Attributes:
-    k: [S, L, K, h, C], rotary embedding applied.
-    v: [S, L, K, C, h].
+    POSITION_AXES: for every field, its axis of positions.
+    WEIGHTED: the fields that weights of attention multiply.
+    LOGICAL_AXES: the logical axes of every array's first dimensions; a mesh does not split the others.
   """
 
-  k: Float[Array, "S L K h C"]
-  v: Float[Array, "S L K C h"]
+  POSITION_AXES: ClassVar[Mapping[str, int]]
+  WEIGHTED: ClassVar[tuple[str, ...]]
+  LOGICAL_AXES: ClassVar[tuple[str | None, ...]]
 
+  @classmethod
+  def empty(cls, config: ModelConfig, rows: int, length: int, dtype: jax.typing.DTypeLike) -> Cache:
+    """Zeros for `rows` slots of `length` positions."""
+    raise NotImplementedError
 
-@flax.struct.dataclass
-class LatentCache:
-  """Of latent attention: one vector per token and layer, for all heads, and one key of each indexer.
+  def attend(self, config: ModelConfig, lengths: Int[Array, " R"], step: Int[Array, ""] | int, num_new: int) -> Attend:
+    """Returns the `attend` of R rows that have this cache as their past and an empty one as their carry.
 
-  Attributes:
-    latent: [S, L, C, m], m = compressed numbers and rotary key.
-    index: [S, F, C, i], F indexers; None without sparse attention.
-  """
+    Args:
+      config: static.
+      lengths: how many positions of this cache each row may read.
+      step: the position in the carry that the first of the new tokens is written to.
+      num_new: positions of the carry: room for the tokens of this call.
+    """
+    raise NotImplementedError
 
-  latent: Float[Array, "S L C m"]
-  index: Float[Array, "S F C i"] | None
+  @property
+  def num_slots(self) -> int:
+    """The number of slots, or of rows."""
+    return jax.tree.leaves(self)[0].shape[0]
 
+  @property
+  def num_positions(self) -> int:
+    """The number of positions of a slot."""
+    name, axis = next(iter(self.POSITION_AXES.items()))
+    return getattr(self, name).shape[axis]
 
-Cache = KVCache | LatentCache
+  @property
+  def dtype(self) -> jnp.dtype:
+    """The dtype of the arrays."""
+    return jax.tree.leaves(self)[0].dtype
 
-
-def empty_cache(config: ModelConfig, rows: int, length: int, dtype: jax.typing.DTypeLike) -> Cache:
-  """Zeros for `rows` slots of `length` positions."""
-  zeros = lambda *shape: jnp.zeros((rows, *shape), dtype)
-  layers = config.num_layers
-  if config.kv_lora_rank:
-    latent = zeros(layers, length, config.kv_lora_rank + config.qk_rope_head_dim)
-    index = zeros(sum(is_full(config)), length, config.index_head_dim) if config.index_topk else None
-    return LatentCache(latent=latent, index=index)
-  heads, dim = config.num_kv_heads, config.head_dim
-  return KVCache(k=zeros(layers, heads, dim, length), v=zeros(layers, heads, length, dim))
-
-
-def position_axes(cache: Cache) -> Cache:
-  """The axis of positions of every array of a cache."""
-  return KVCache(k=4, v=3) if isinstance(cache, KVCache) else jax.tree.map(lambda _: 2, cache)
-
-
-def num_positions(cache: Cache) -> int:
-  """How many positions a slot has."""
-  return cache.k.shape[4] if isinstance(cache, KVCache) else cache.latent.shape[2]
-
-
-def cache_dtype(cache: Cache) -> jnp.dtype:
-  """The dtype of its arrays."""
-  return jax.tree.leaves(cache)[0].dtype
+  @property
+  def position_axes(self) -> Cache:
+    """The axis of positions of every array, as a tree like this one."""
+    return self.replace(**{name: axis for name, axis in self.POSITION_AXES.items() if getattr(self, name) is not None})
 
 
 def read_window(cache: Cache, slots: Int[Array, " R"] | None, window: int) -> Cache:
   """The first `window` positions of the given slots (clipped to valid ones; None: all of them, in order)."""
-  cut = jax.tree.map(lambda x, axis: jax.lax.slice_in_dim(x, 0, window, axis=axis), cache, position_axes(cache))
+  cut = jax.tree.map(lambda x, axis: jax.lax.slice_in_dim(x, 0, window, axis=axis), cache, cache.position_axes)
   if slots is None:
     return cut
   return jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode="clip"), cut)
@@ -88,12 +82,14 @@ def write_rows(
   the array, over the entries before it, so the block is read, shifted inside the cache, merged and written back; the
   caller keeps starts + counts ≤ C. In place when `cache` is donated.
   """
-  num_slots, length = jax.tree.leaves(cache)[0].shape[0], num_positions(cache)
-  width = min(num_positions(new), length)
+  num_slots, length = cache.num_slots, cache.num_positions
+  width = min(new.num_positions, length)
 
   def write(row: jax.Array, cache: Cache) -> Cache:
     slot, start = slots[row], starts[row]
     count = jnp.where((slot >= 0) & (slot < num_slots), counts[row], 0)
+
+    # Writing in place wants a block inside the cache: near its end, the block starts before `start`.
     block_start = jnp.clip(start, 0, length - width)
     index = jnp.arange(width, dtype=jnp.int32) - (start - block_start)
     written = (index >= 0) & (index < count)
@@ -106,16 +102,16 @@ def write_rows(
       mask = jnp.expand_dims(written, tuple(i for i in range(old.ndim) if i != axis))
       return jax.lax.dynamic_update_slice(old, jnp.where(mask, update.astype(old.dtype), block), position)
 
-    return jax.tree.map(merge, cache, new, position_axes(cache))
+    return jax.tree.map(merge, cache, new, cache.position_axes)
 
   return jax.lax.fori_loop(0, slots.shape[0], write, cache)
 
 
 def clear_rows(cache: Cache, slots: Int[Array, " R"]) -> Cache:
-  """Zeros for everything that weights of attention multiply, in the given slots; those out of range are skipped.
+  """Zeroes the cached values (or latents) of the given slots; slots out of range are skipped.
 
-  A sequence never reads what an earlier one left behind its own tokens, but its weights there are 0, and 0 · NaN is
-  NaN: after one sequence that was not finite, its slot would be lost for ever. In place when `cache` is donated.
+  A sequence gives weight 0 to what an earlier one left behind its own tokens, and 0 · NaN is NaN: after one sequence
+  that was not finite, its slot would be lost for ever. In place when `cache` is donated.
   """
 
   def clear(row: jax.Array, values: jax.Array) -> jax.Array:
@@ -125,9 +121,7 @@ def clear_rows(cache: Cache, slots: Int[Array, " R"]) -> Cache:
     return jax.lax.dynamic_update_slice_in_dim(values, jnp.where(valid, 0, old), slot, 0)
 
   clear_all = lambda values: jax.lax.fori_loop(0, slots.shape[0], clear, values)
-  if isinstance(cache, KVCache):
-    return cache.replace(v=clear_all(cache.v))
-  return cache.replace(latent=clear_all(cache.latent))
+  return cache.replace(**{name: clear_all(getattr(cache, name)) for name in cache.WEIGHTED})
 
 
 def update_slots(
@@ -143,14 +137,13 @@ def update_slots(
   """`write_rows`, on one device or on a mesh.
 
   Args:
-    cache: of S slots.
-    new: of R rows.
-    slots: None: row r belongs to slot r, and R = S.
-    starts: see `write_rows`.
-    counts: see `write_rows`.
+    cache: S slots.
+    new: R rows.
+    slots: the slot of each row; None: row r belongs to slot r, and R = S.
+    starts: the first position that each row is written to.
+    counts: the number of positions to write of each row.
     fresh: static; the sequences are new, and their slots are cleared first (`clear_rows`).
-    shardings: of `cache` on a mesh. Each device then updates the slots that it holds. Left to the partitioner, a loop
-      over slots would gather the whole cache on every device, once for every row.
+    shardings: those of `cache` on a mesh; None: one device.
   """
   in_order = slots is None
   if in_order:
@@ -162,13 +155,15 @@ def update_slots(
   if shardings is None:
     return update(cache, new, slots, starts, counts)
 
+  # Each device updates the slots that it holds. Left to the partitioner, a loop over slots would gather the whole cache
+  # on every device, once for every row.
   specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
   mesh, slot_axes = jax.tree.leaves(shardings)[0].mesh, jax.tree.leaves(shardings)[0].spec[0]
   one_row = PartitionSpec(slot_axes if in_order else None)
   rows = jax.tree.map(lambda sharding: PartitionSpec(*one_row, *sharding.spec[1:]), shardings)
 
   def update_own(cache: Cache, new: Cache, slots: jax.Array, starts: jax.Array, counts: jax.Array) -> Cache:
-    first = jax.lax.axis_index(slot_axes or ()) * jax.tree.leaves(cache)[0].shape[0]
+    first = jax.lax.axis_index(slot_axes or ()) * cache.num_slots
     return update(cache, new, slots - first, starts, counts)
 
   in_specs = (specs, rows, one_row, one_row, one_row)

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 
 from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.errors import ConfigError
+from sao_jax.parallel.layout import DEFAULT_RULES, Layout
 from sao_jax.parallel.params import Params, path_name
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 from sao_jax.sampler import buckets, steps
 from sao_jax.sampler.prefill import Extension, PrefillCall, plan_calls
 from sao_jax.sampler.sampling import SamplingRule
@@ -29,7 +29,7 @@ class Dispatch:
 
   Attributes:
     slots: the slot of each of the R rows; num_slots marks an unused row.
-    version: of the parameters that it samples with.
+    version: the version of the parameters that it samples with.
     outputs: device arrays.
   """
 
@@ -71,7 +71,7 @@ class Engine:
   Attributes:
     params: the policy that the next dispatch uses.
     version: its policy version.
-    config: its sizes.
+    config: sizes of slots, cache and calls.
     vocab_size: token ids lie below it.
     routed_shape: (L, k), the shape of a token's routed experts; None: they are not recorded.
   """
@@ -86,30 +86,36 @@ class Engine:
     version: int = 0,
     record_experts: bool = False,
     mesh: Mesh | None = None,
-    rules: AxisRules = DEFAULT_RULES,
   ):
     """`params` must not be donated to anything while the engine holds them. On a mesh they are already sharded.
 
     `record_experts` keeps which experts were used for every token; only for models with experts.
 
     Raises:
-      ConfigError: sizes that cannot work.
+      ConfigError: the slots do not split over the mesh.
     """
-    shards = 1 if mesh is None else buckets.data_shards(mesh, rules)
-    buckets.check_sampler_config(sampler_config, shards)
+    # A decode step has one token of each sequence: there is no sequence axis to split.
+    self._layout = Layout(mesh, dataclasses.replace(DEFAULT_RULES, sequence=None))
+    shards = self._layout.shards("slots")
+    buckets.check_slots(sampler_config, shards)
+
     self.params, self.version, self.vocab_size = params, version, model_config.vocab_size
     self.config, self._num_slots = sampler_config, sampler_config.num_slots
     self.routed_shape = model_config.routed_shape if record_experts else None
-    self._model_config, self._mesh, self._rules = model_config, mesh, dataclasses.replace(rules, sequence=None)
+    self._model_config = model_config
     self._key = jax.random.key(seed)
     self._rule = SamplingRule(top_p=sampler_config.top_p, top_k=sampler_config.top_k)
+
+    # Every static shape that a program is compiled for.
     self._windows = buckets.window_buckets(sampler_config)
     self._prefixes = buckets.prefix_windows(sampler_config)
     self._lengths = buckets.prefill_buckets(sampler_config)
     self._prefill_batches = buckets.prefill_batches(sampler_config) if shards == 1 else (shards,)
     self._decode_batches = buckets.decode_batches(sampler_config) if mesh is None else (self._num_slots,)
-    self._state = empty_state(model_config, sampler_config, mesh, self._rules)
-    if mesh is None:  # on the device of the parameters, as what the programs return will be: nothing compiles twice
+
+    self._state = empty_state(model_config, sampler_config, self._layout)
+    # Start on the parameters' device, where the programs return the state; otherwise each would compile twice.
+    if mesh is None:
       self._state = jax.device_put(self._state, next(iter(jax.tree.leaves(params)[0].devices())))
 
   @property
@@ -120,7 +126,7 @@ class Engine:
   def extend(self, extensions: Sequence[Extension]) -> list[Prefill]:
     """Writes the tokens and starts the turns: a prompt, the next turn of a trajectory, a prefill after a publish.
 
-    Returns at once: what is recorded of the calls, nothing if nothing is. A slot that was in use is taken over.
+    A slot that was in use is taken over. Returns at once, with one `Prefill` for each call if experts are recorded.
 
     Raises:
       ConfigError: tokens and budget do not fit into the cache; nothing is written then.
@@ -146,7 +152,7 @@ class Engine:
     """Uses these parameters from the next dispatch on; the cache stays as it is.
 
     Raises:
-      ConfigError: see `check_params`.
+      ConfigError: they are those of another model, see `check_params`.
     """
     self.check_params(params)
     self.params, self.version = params, version
@@ -191,8 +197,7 @@ class Engine:
       window=window,
       max_steps=self.config.decode_steps,
       record_experts=self.routed_shape is not None,
-      mesh=self._mesh,
-      rules=self._rules,
+      layout=self._layout,
     )
     return Dispatch(slots=slots, version=self.version, outputs=outputs)
 
@@ -204,8 +209,7 @@ class Engine:
       config=self._model_config,
       window=call.window,
       record_experts=self.routed_shape is not None,
-      mesh=self._mesh,
-      rules=self._rules,
+      layout=self._layout,
     )
     return routed_experts
 

@@ -19,14 +19,14 @@ class Extension:
   """Tokens for one slot, and the turn that follows them.
 
   Attributes:
-    slot: which slot.
-    start: index in the trajectory of the first token given; what the slot holds before it stays, 0 replaces all.
+    slot: the slot to write to.
+    start: index of the first given token. The slot keeps its cache before this index; start=0 overwrites the slot.
     token_ids: at least one token. The last one becomes the slot's pending token, the others are written.
     rollout_id: names the trajectory for its random numbers.
-    random_offset: what is added to the index of a token to make the index of its random numbers.
+    random_offset: added to the index of a token to get the index of its random numbers.
     budget: tokens to sample; 0 leaves the slot idle.
     stop_ids: at most MAX_STOP_IDS tokens that end the turn.
-    temperature: of the turn.
+    temperature: the temperature of the turn.
   """
 
   slot: int
@@ -83,6 +83,7 @@ class PrefillCall:
     self, num_slots: int
   ) -> tuple[Int[np.ndarray, "P T"], Int[np.ndarray, " P"], Int[np.ndarray, " P"], SlotState]:
     """token_ids, counts, slots and the new slot fields, as `steps.extend` takes them."""
+    # Unused rows write no tokens, to a slot out of range.
     token_ids = np.zeros((self.rows, self.length), np.int32)
     counts = np.zeros((self.rows,), np.int32)
     slots = np.full((self.rows,), num_slots, np.int32)
@@ -97,10 +98,14 @@ class PrefillCall:
       temperature=np.ones((self.rows,), np.float32),
       overflow=np.zeros((self.rows,), np.bool_),
     )
+
     for row, piece in enumerate(self.pieces):
       extension = piece.extension
+      # The tokens to write, and where.
       token_ids[row, : piece.count] = extension.token_ids[piece.offset : piece.offset + piece.count]
       counts[row], slots[row], fields.lengths[row] = piece.count, extension.slot, piece.start
+
+      # The slot's fields; the last piece starts the turn.
       fields.pending_token[row], fields.rollout_id[row] = extension.token_ids[-1], extension.rollout_id
       fields.random_offset[row] = extension.random_offset
       fields.active[row], fields.budget[row] = piece.last and extension.budget > 0, extension.budget

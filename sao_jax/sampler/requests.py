@@ -1,4 +1,4 @@
-"""What callers ask of the sampler and what they get."""
+"""Requests to the sampler and its answers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,23 @@ from sao_jax.sampler.state import MAX_STOP_IDS
 
 @dataclasses.dataclass(frozen=True)
 class GenerateRequest:
-  """One turn: tokens to append to a session, and how to sample the answer.
+  """One turn: tokens to append to a session, and the rules for sampling the answer.
 
   Attributes:
-    session_id: one trajectory in the making; its first request starts it.
+    session_id: names a trajectory in the making; the first request with this number starts the session.
     rollout_id: in [0, 2³¹); with the run seed it determines the random numbers of the whole session.
-    new_token_ids: the prompt, or what the environment appended since the last turn (it may be empty).
-    max_tokens: at least 1. The turn gets fewer if the context has fewer left.
-    stop_ids: each of them ends the turn; the sampled stop token is part of the answer.
-    temperature: 0 is for evaluation only.
-    keep_slot: keep the session for another turn, until `release`; False forgets it after this one.
-    new_context: `new_token_ids` take the place of everything that the session holds (a rewritten history, say).
+    new_token_ids: the prompt, or the tokens that the environment appended since the last turn (perhaps none).
+    max_tokens: at least 1; the turn gets fewer tokens if the context has fewer left.
+    stop_ids: tokens that end the turn; a sampled stop token is part of the answer.
+    temperature: 0 takes the most probable token, for evaluation only.
+    keep_slot: True keeps the session for another turn, until `release`; False forgets it after this one.
+    new_context: True replaces everything that the session holds by `new_token_ids` (for example a rewritten history).
+
+  >>> request = GenerateRequest(session_id=0, rollout_id=7, new_token_ids=(1, 42, 3), max_tokens=16, stop_ids=(2,))
+  >>> request_problem(request, vocab_size=64) is None
+  True
+  >>> request_problem(request, vocab_size=32).field
+  'new_token_ids'
   """
 
   session_id: int
@@ -44,13 +50,13 @@ class Completion:
 
   Attributes:
     token_ids: int32; a sampled stop token is the last one.
-    logprobs: float32, recorded when the token was sampled.
-    policy_versions: int32, of the weights that sampled the token.
-    finish_reason: "stop": a stop token; "length": max_tokens; "context": the context is full, perhaps before the first
-      token.
-    routed_experts: int16 [m, L, k], the experts used for the m tokens of the session that were read since its last
-      turn, new ones and sampled ones in order, all but the last sampled one, which nothing has read yet. None: not
-      recorded.
+    logprobs: float32, recorded when the tokens were sampled.
+    policy_versions: int32, the version of the weights that sampled each token.
+    finish_reason: "stop" after a stop token, "length" after max_tokens, "context" when the context is full (perhaps
+      before the first token).
+    routed_experts: int16 [m, L, k], the experts used for the m tokens that the model has read since the session's last
+      turn: new and sampled ones in order, without the last sampled one, which is read in the next turn. None if experts
+      are not recorded.
   """
 
   token_ids: Int[ndarray, " n"]
@@ -69,7 +75,7 @@ class ServiceStoppedError(RuntimeError):
 
 
 def request_problem(request: GenerateRequest, vocab_size: int) -> ConfigError | None:
-  """What is wrong with a request in itself, if anything; found before it can reach the device."""
+  """Returns the error of a request that cannot be served whatever the session holds; None for a sound one."""
   if request.max_tokens < 1:
     return ConfigError("max_tokens", f"it is {request.max_tokens}.", "sample at least one token.")
   if not (math.isfinite(request.temperature) and request.temperature >= 0):

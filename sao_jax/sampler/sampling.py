@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-# Rounding of a cumulative sum must not let one more token into the top-p set.
+# Tolerance of top-p: rounding of a cumulative sum must not let one more token into the set.
 _TOP_P_ROUNDING = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingRule:
-  """Which tokens may be drawn: the `top_k` most probable (0: all), and of those the smallest set of mass `top_p`.
+  """The tokens that may be drawn: the `top_k` most probable (0: all), and of those the smallest set of mass `top_p`.
 
-  Training samples without a filter: the learner's log-probs are over the whole vocabulary.
+  Training samples without a filter, since the learner's log-probs are over the whole vocabulary.
   """
 
   top_p: float = 1.0
@@ -25,17 +25,17 @@ class SamplingRule:
 
   @property
   def filters(self) -> bool:
-    """Does the rule exclude any token?"""
+    """True if the rule may exclude a token."""
     return self.top_p < 1.0 or self.top_k > 0
 
 
 def slot_uniforms(
   key: Key[Array, ""], rollout_id: Int[Array, " R"], first_index: Int[Array, " R"], count: int
 ) -> Float[Array, "count R 2"]:
-  """The random numbers in [0, 1) of tokens `first_index` ... `first_index + count - 1` of every rollout.
+  """Returns the random numbers in [0, 1) of tokens `first_index` ... `first_index + count - 1` of every rollout.
 
-  They are a function of (run key, rollout id, index of the token in its trajectory) only: a rollout draws the same
-  tokens in any slot, in any company and in any number of dispatches.
+  They depend only on the run key, the rollout id and the token's index in its trajectory: a rollout draws the same
+  tokens in any slot, beside any other rollouts, and in any number of dispatches.
   """
 
   def of_token(rollout_key: jax.Array, index: jax.Array) -> jax.Array:
@@ -55,12 +55,12 @@ def sample_tokens(
 
   Args:
     logits: fp32.
-    uniforms: two numbers in [0, 1) per row, see `slot_uniforms`.
-    temperature: per row; 0 takes the most probable token (of equal ones the lowest id).
-    rule: static.
+    uniforms: two numbers in [0, 1) per row, from `slot_uniforms`.
+    temperature: one per row; 0 takes the most probable token (of equal ones the lowest id).
+    rule: the tokens that may be drawn (static).
 
   Returns:
-    The tokens, int32, and their log-probabilities, fp32, never above 0: normalised over the kept tokens. At
+    The tokens, int32, and their log-probabilities, fp32, normalised over the kept tokens and never above 0. At
     temperature 0 the log-probability is that of temperature 1.
   """
   greedy = temperature <= 0
@@ -76,10 +76,11 @@ def sample_tokens(
 
 
 def draw(weights: Float[Array, "R V"], uniforms: Float[Array, "R 2"]) -> Int[Array, " R"]:
-  """An index per row with probability weights / sum(weights); never one of weight 0.
+  """Draws an index per row with probability weights / sum(weights); never one of weight 0.
 
-  Inverse transform in two levels, first a block of about sqrt(V) tokens, then a token of that block: two random numbers
-  per row in place of the V of Gumbel-max, short cumulative sums, and the resolution of fp32 at either level.
+  Inverse transform sampling on two levels: first a block of about sqrt(V) tokens, then a token of that block. Compared
+  with Gumbel-max it takes two random numbers per row instead of V; compared with one level, the cumulative sums are
+  short and fp32 resolves each level by itself.
   """
   rows, vocab = weights.shape
   width = 2 ** math.ceil(math.log2(vocab) / 2)
@@ -90,10 +91,10 @@ def draw(weights: Float[Array, "R V"], uniforms: Float[Array, "R 2"]) -> Int[Arr
 
 
 def _first_above(weights: Float[Array, "R N"], uniform: Float[Array, " R"]) -> Int[Array, " R"]:
-  """The first index of positive weight whose cumulative weight exceeds uniform · total.
+  """Returns the first index of positive weight whose cumulative weight exceeds uniform · total.
 
-  If rounding leaves none, the last of positive weight. That the weight is positive is asked for, not concluded: a
-  cumulative sum that is computed in parallel need not be equal on both sides of a weight of 0.
+  If rounding leaves no such index, the last one of positive weight. The condition on the weight is needed: a cumulative
+  sum that is computed in parallel need not be equal on both sides of a weight of 0.
   """
   index = jnp.arange(weights.shape[-1], dtype=jnp.int32)
   positive = weights > 0
@@ -104,7 +105,7 @@ def _first_above(weights: Float[Array, "R N"], uniform: Float[Array, " R"]) -> I
 
 
 def _kept(logits: Float[Array, "R V"], rule: SamplingRule) -> Bool[Array, "R V"]:
-  """The tokens that `rule` keeps; the most probable one is always among them, and equal ones go by id."""
+  """Marks the tokens that `rule` keeps; the most probable one is always kept, and equal ones rank by id."""
   order = jnp.argsort(-logits, axis=-1, stable=True)
   ranked = jnp.take_along_axis(logits, order, axis=-1)
   keep = jnp.arange(logits.shape[-1], dtype=jnp.int32) < (rule.top_k or logits.shape[-1])

@@ -1,4 +1,4 @@
-"""Which trajectory is in which slot: continuous batching on the host, deterministic and single-threaded."""
+"""Assignment of trajectories to slots: continuous batching on the host, deterministic and single-threaded."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from sao_jax.sampler.engine import Dispatch, Engine, Prefill
 from sao_jax.sampler.requests import GenerateRequest, SessionReleasedError, request_problem
 from sao_jax.sampler.session import OnDone, Session, Turn
 
-# What starting a dispatch costs, in decode steps, when the length of one is chosen.
+# Cost of starting a dispatch, in decode steps, for the choice of its length.
 _DISPATCH_OVERHEAD = 1.0
 
 
 @dataclasses.dataclass
 class Counters:
-  """What the scheduler did so far.
+  """Totals of a scheduler since its start.
 
   Attributes:
     dispatches: decode calls.
-    steps: decode steps in which some slot emitted a token.
+    steps: decode steps in which at least one slot emitted a token.
     sampled_tokens: tokens emitted.
-    prefilled_tokens: tokens written by extend.
+    prefilled_tokens: tokens written by prefills.
     parked: sessions that lost their slot while their environment worked.
     reprefilled: turns whose cache was recomputed after a publish.
-    publishes: parameters taken over.
+    publishes: sets of parameters taken over.
   """
 
   dispatches: int = 0
@@ -46,26 +46,45 @@ class Counters:
 class Scheduler:
   """Feeds an engine: `submit`, `release` and `publish` from any thread, `tick` from one.
 
-  A tick takes what was submitted, applies the latest publish, fills free slots (finished turns leave theirs at once,
-  while the others go on), starts dispatches, and then reads those of the tick before: the device never waits for
-  the host. A slot whose budget ends inside a dispatch is refilled without reading it first.
+  A tick takes what was submitted, applies the latest publish, fills free slots (a finished turn leaves its slot while
+  the others go on), starts dispatches, and then reads those of the tick before: the device never waits for the host. A
+  slot whose budget ends inside a dispatch is refilled without reading that dispatch first.
 
   A session that waits for its environment keeps its slot. When turns queue and no slot is free, the session that has
-  waited longest, for `park_after` ticks or while nothing is being decoded, is parked: its cache is given up, its tokens
-  stay on the host and are prefilled when it returns.
+  waited longest is parked, if it has waited for `park_after` ticks or nothing is being decoded: its cache is given up,
+  its tokens stay on the host and are prefilled when it returns.
+
+  >>> import jax
+  >>> from sao_jax.config import ModelConfig, SamplerConfig
+  >>> from sao_jax.models.transformer import param_specs
+  >>> from sao_jax.parallel.params import init_params
+  >>> model = ModelConfig(vocab_size=8, num_layers=1, d_model=4, num_heads=1, num_kv_heads=1, head_dim=4, d_ff=4)
+  >>> config = SamplerConfig(num_slots=2, context_length=16, decode_steps=4, prefill_buckets=(16,))
+  >>> scheduler = Scheduler(Engine(init_params(param_specs(model), jax.random.key(0)), model, config, seed=0))
+  >>> completions = []
+  >>> for i in range(3):  # one more than there are slots
+  ...   scheduler.submit(GenerateRequest(i, i, new_token_ids=(1, 2), max_tokens=2 + i), completions.append)
+  >>> while scheduler.tick():
+  ...   pass
+  >>> sorted(len(completion.token_ids) for completion in completions)
+  [2, 3, 4]
   """
 
   def __init__(self, engine: Engine, *, park_after: int = 4):
-    """Takes over `engine`. `park_after` is in ticks."""
+    """Takes over `engine`; `park_after` is in ticks."""
     self._engine, self._park_after = engine, park_after
-    self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+    self._inbox: collections.deque[Callable[[], None]] = collections.deque()  # calls for the next tick to make
     self._sessions: dict[int, Session] = {}
-    self._free = list(range(engine.config.num_slots))  # a heap: the lowest slot first, whatever was freed when
-    self._ready: list[Session] = []  # turns that have their slot
-    self._returning: collections.deque[Session] = collections.deque()  # parked, with a turn
+    self._free = list(range(engine.config.num_slots))  # a heap: the lowest free slot comes first
+
+    # A turn waits in one of three queues until it is decoded.
+    self._ready: list[Session] = []  # sessions that have their slot
+    self._returning: collections.deque[Session] = collections.deque()  # parked sessions
     self._fresh: collections.deque[Session] = collections.deque()  # first turns
     self._decoding: list[Session] = []
-    self._started: collections.deque[tuple[int, Callable[[], None]]] = collections.deque()  # (tick, how to read it)
+
+    # Calls whose results are still on the device: (tick of the start, function that reads them), oldest first.
+    self._started: collections.deque[tuple[int, Callable[[], None]]] = collections.deque()
     self._published: tuple[Params, int] | None = None
     self._error: BaseException | None = None
     self._ticks = 0
@@ -77,7 +96,7 @@ class Scheduler:
     return self._engine.version
 
   def submit(self, request: GenerateRequest, on_done: OnDone) -> None:
-    """Queues a turn. `on_done` is called once, by the thread that ticks, with a Completion or an exception."""
+    """Queues a turn; the ticking thread calls `on_done` once, with a Completion or an exception."""
     self.submit_all([(request, on_done)])
 
   def submit_all(self, turns: Sequence[tuple[GenerateRequest, OnDone]]) -> None:
@@ -94,16 +113,16 @@ class Scheduler:
     self._inbox.append(functools.partial(self._forget, session_id))
 
   def publish(self, params: Params, version: int) -> None:
-    """New parameters, from the next dispatch on. Of several between two ticks the last one counts.
+    """Hands new parameters to the next dispatch; of several publishes between two ticks the last one counts.
 
     Raises:
-      ConfigError: parameters of another model.
+      ConfigError: the parameters are of another model.
     """
     self._engine.check_params(params)
     self._inbox.append(functools.partial(setattr, self, "_published", (params, version)))
 
   def stats(self) -> dict[str, int]:
-    """Counters and the present queue lengths."""
+    """Returns the counters and the present lengths of the queues."""
     sessions = tuple(self._sessions.values())
     queued = len(self._ready) + len(self._returning) + len(self._fresh)
     now = {
@@ -116,17 +135,20 @@ class Scheduler:
     return dataclasses.asdict(self._counters) | now
 
   def tick(self) -> bool:
-    """One round of work; False if there was none.
+    """Does one round of work; returns False if there was none.
 
     Raises:
       RuntimeError: a slot overflowed its cache, which the budgets exclude.
     """
+    # Take what other threads have asked for.
     self._ticks += 1
     worked = bool(self._inbox)
     while self._inbox:
       self._inbox.popleft()()
     if self._published is not None:
       self._apply_publish()
+
+    # Give the device its next work, then read the work of the tick before.
     self._fill_slots()
     self._start_dispatches()
     worked = worked or bool(self._started)
@@ -135,7 +157,7 @@ class Scheduler:
     return worked
 
   def fail(self, error: BaseException) -> None:
-    """Ends every turn, queued or to come, with `error`."""
+    """Ends every turn with `error`: those queued or running now, and those submitted later."""
     self._error = error
     while self._inbox:
       self._inbox.popleft()()
@@ -146,7 +168,7 @@ class Scheduler:
     self._sessions.clear()
 
   def _accept(self, request: GenerateRequest, on_done: OnDone) -> None:
-    """Takes a request; what is wrong with it goes to its caller alone."""
+    """Takes a request; an error in it goes to its caller alone."""
     session = self._sessions.get(request.session_id) or Session(rollout_id=request.rollout_id)
     kept = 0 if request.new_context else len(session.token_ids)
     total = kept + len(request.new_token_ids)
@@ -155,12 +177,16 @@ class Scheduler:
     if error is not None:
       on_done(error)
       return
+
+    # The session takes the tokens; its turn gets what the context has left.
     fresh = not session.token_ids
     self._sessions[request.session_id] = session
     if request.new_context:
       session.begin_context()
     session.token_ids += [int(token) for token in request.new_token_ids]
     session.turn = Turn(request, on_done, budget=max(budget, 0), steps_left=0)
+
+    # Queue it, unless the context is full already.
     if budget <= 0:
       self._finish(session)
     elif session.slot is not None:
@@ -182,12 +208,15 @@ class Scheduler:
 
   def _apply_publish(self) -> None:
     (params, version), self._published = self._published, None
+
+    # Before caches are recomputed, the host must know all tokens that were sampled.
     reprefill = self._engine.config.kv_after_publish == "reprefill"
     if reprefill:
       while self._started:
         self._read_next()
     self._engine.publish(params, version)
     self._counters.publishes += 1
+
     if reprefill:
       for session in self._sessions.values():
         session.written = 0  # a waiting session is prefilled when its next turn comes
@@ -201,6 +230,8 @@ class Scheduler:
       session = (self._returning or self._fresh).popleft()
       session.slot = heapq.heappop(self._free)
       self._ready.append(session)
+
+    # All turns that have a slot start together.
     self._extend(self._ready)
     self._decoding += self._ready
     self._ready = []
@@ -226,20 +257,25 @@ class Scheduler:
     return True
 
   def _start_dispatches(self) -> None:
-    """One dispatch for every `decode_batch` running turns, those of like length together: they share a window."""
+    """Starts a dispatch per `decode_batch` running turns, of like length: a dispatch reads one window of the cache."""
     self._decoding.sort(key=lambda session: session.written)
     for first in range(0, len(self._decoding), self._engine.decode_batch):
       self._start_dispatch(self._decoding[first : first + self._engine.decode_batch])
     self._decoding = [session for session in self._decoding if session.turn.steps_left]
 
   def _start_dispatch(self, sessions: list[Session]) -> None:
+    # As many steps as pay off, given how long each turn may still run.
     steps_left = np.array([session.turn.steps_left for session in sessions], np.int32)
     num_steps = best_num_steps(steps_left, self._engine.config.decode_steps)
     dispatch = self._engine.decode(num_steps, {session.slot: session.written for session in sessions})
+
+    # Remember the turn of each row: when the dispatch is read, its slot may hold another session.
     by_slot = {session.slot: session for session in sessions}
     rows = [(row, by_slot[slot], by_slot[slot].turn) for row, slot in enumerate(dispatch.slots) if slot in by_slot]
     self._started.append((self._ticks, functools.partial(self._read_dispatch, dispatch, rows)))
     self._counters.dispatches += 1
+
+    # A turn that surely ends in this dispatch frees its slot before the dispatch is read.
     for session in sessions:
       session.count_steps(num_steps)
       if not session.turn.steps_left and not session.turn.request.keep_slot:
@@ -257,13 +293,15 @@ class Scheduler:
     tokens, logprobs, emitted, overflow, experts = dispatch.fetch()
     if any(overflow[row] for row, _, _ in rows):
       raise RuntimeError("a slot overflowed its KV cache: the budgets of the scheduler and the engine disagree")
-    counts = emitted.sum(axis=0)
+    counts = emitted.sum(axis=0)  # a row emits from its first step until its turn ends
     self._counters.steps += int(emitted.any(axis=1).sum())
     self._counters.sampled_tokens += int(counts.sum())
+
+    # Each turn gets its tokens, unless it was released in the meantime.
     tokens, logprobs = tokens.T.tolist(), logprobs.T.tolist()
     for row, session, turn in rows:
       count = int(counts[row])
-      if count and session.turn is turn:  # a released turn is nobody's any more
+      if count and session.turn is turn:
         if experts is not None:
           session.record_experts(len(session.token_ids) - 1, experts[:count, row])
         session.append(tokens[row][:count], logprobs[row][:count], dispatch.version)
@@ -289,9 +327,12 @@ class Scheduler:
 
 
 def best_num_steps(steps_left: np.ndarray, max_steps: int, overhead: float = _DISPATCH_OVERHEAD) -> int:
-  """The number of steps ≤ max_steps that yields the most tokens per time, given how long each turn may still run.
+  """Returns the number of steps ≤ max_steps with the most tokens per time, given how long each turn may still run.
 
-  A long dispatch leaves slots idle whose turn ends early in it, a short one pays its overhead (in steps) more often.
+  A long dispatch leaves slots idle whose turns end early in it; short ones pay the overhead (in steps) more often.
+
+  >>> best_num_steps(np.array([8, 8, 8]), max_steps=8), best_num_steps(np.array([2, 2, 8]), max_steps=8)
+  (8, 2)
   """
   steps = np.arange(1, max_steps + 1, dtype=np.int32)
   useful = np.minimum(steps_left[:, None], steps).sum(axis=0)
@@ -300,13 +341,15 @@ def best_num_steps(steps_left: np.ndarray, max_steps: int, overhead: float = _DI
 
 
 def _refusal(request: GenerateRequest, session: Session, total: int, engine: Engine) -> Exception | None:
-  """What is wrong with a request, if anything."""
+  """Returns the error of a request that makes the session's context `total` tokens long; None for a sound one."""
   if session.turn is not None:
     return ValueError(f"session {request.session_id} has a running turn; wait for it first")
   context_length = engine.config.context_length
   problem = request_problem(request, engine.vocab_size)
   if problem is not None:
     return problem
+
+  # A later turn may end a full context; a first prompt must leave room for an answer.
   if total == 0:
     return ConfigError("new_token_ids", "the prompt is empty.", "start with at least one token, for example BOS.")
   if (request.new_context or not session.token_ids) and total >= context_length:

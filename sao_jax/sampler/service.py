@@ -1,4 +1,4 @@
-"""The sampler as a service: threads tick, any number of threads and event loops wait for completions."""
+"""The sampler as a service: its threads tick, while any number of threads and event loops wait for completions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import concurrent.futures
 import functools
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sao_jax.parallel.params import Params
 from sao_jax.sampler.requests import Completion, GenerateRequest, ServiceStoppedError
@@ -21,18 +21,33 @@ class SamplerService:
   Usually there is one scheduler. Several, each with its own engine, use several devices, or all cores of a CPU; a
   session stays with the scheduler that had the fewest running turns when it began.
 
-  What ends a thread ends them all: every waiting and every later caller gets that exception.
+  An exception in one thread ends them all: every waiting and every later caller gets that exception.
+
+  >>> import jax
+  >>> from sao_jax.config import ModelConfig, SamplerConfig
+  >>> from sao_jax.models.transformer import param_specs
+  >>> from sao_jax.parallel.params import init_params
+  >>> from sao_jax.sampler.engine import Engine
+  >>> model = ModelConfig(vocab_size=8, num_layers=1, d_model=4, num_heads=1, num_kv_heads=1, head_dim=4, d_ff=4)
+  >>> config = SamplerConfig(num_slots=2, context_length=16, decode_steps=4, prefill_buckets=(16,))
+  >>> engine = Engine(init_params(param_specs(model), jax.random.key(0)), model, config, seed=0)
+  >>> with SamplerService(Scheduler(engine)) as service:
+  ...   request = GenerateRequest(service.new_session(), rollout_id=0, new_token_ids=(1, 2), max_tokens=3)
+  ...   completion = asyncio.run(service.generate(request))
+  >>> completion.finish_reason, completion.token_ids.shape, completion.policy_versions.tolist()
+  ('length', (3,), [0, 0, 0])
   """
 
   def __init__(self, *schedulers: Scheduler):
+    """Takes over the schedulers; nobody else may tick them."""
     self._lanes = [_Lane(scheduler, self._run) for scheduler in schedulers]
-    self._homes: dict[int, _Lane] = {}  # of sessions that are kept for another turn
+    self._homes: dict[int, _Lane] = {}  # by id, the sessions that are kept for another turn
     self._sessions = itertools.count()
     self._lock = threading.Lock()
     self._ended: BaseException | None = None
 
   def start(self) -> SamplerService:
-    """Starts the threads."""
+    """Starts the threads and returns the service itself."""
     for lane in self._lanes:
       lane.thread.start()
     return self
@@ -47,42 +62,46 @@ class SamplerService:
   def __enter__(self) -> SamplerService:
     return self.start()
 
-  def __exit__(self, *unused) -> None:
+  def __exit__(self, *exception: object) -> None:
     self.stop()
 
   @property
   def error(self) -> BaseException | None:
-    """The fault that ended the sampler; None while all is well, and after `stop`."""
+    """The fault that ended the sampler; None while it runs, and after `stop`."""
     return None if isinstance(self._ended, ServiceStoppedError) else self._ended
 
   @property
   def version(self) -> int:
-    """Policy version of the next dispatch; with several schedulers the oldest one."""
+    """Policy version of the next dispatch; the oldest one among several schedulers."""
     return min(lane.scheduler.version for lane in self._lanes)
 
   def new_session(self) -> int:
-    """A session id that nobody else has."""
+    """Returns a session id that was not given out before."""
     return next(self._sessions)
 
   def submit(self, request: GenerateRequest) -> concurrent.futures.Future[Completion]:
-    """Queues a turn; see `generate` for what the future may raise.
+    """Queues a turn; the future raises the errors that `generate` lists.
 
     Raises:
-      BaseException: whatever ended the sampler.
+      BaseException: the exception that ended the sampler.
     """
     return self.submit_all([request])[0]
 
   def submit_all(self, requests: Sequence[GenerateRequest]) -> list[concurrent.futures.Future[Completion]]:
-    """Queues several turns as one: a scheduler sees all of its share, in this order, before it looks at any.
+    """Queues several turns as one: a scheduler sees all of its share, in this order, before it starts any.
 
     Raises:
-      BaseException: whatever ended the sampler.
+      BaseException: the exception that ended the sampler.
     """
     futures: list[concurrent.futures.Future[Completion]] = [concurrent.futures.Future() for _ in requests]
     shares: dict[_Lane, list[tuple[GenerateRequest, OnDone]]] = {}
-    with self._lock:  # no request may slip in behind the failure of all the others
+
+    # Under the lock, so that no request slips in after the sampler's end has failed all the others.
+    with self._lock:
       if self._ended is not None:
         raise self._ended
+
+      # A session stays with its scheduler; a new one goes to the least busy.
       for request, future in zip(requests, futures):
         lane = self._homes.get(request.session_id) or min(self._lanes, key=lambda lane: lane.running)
         if request.keep_slot:
@@ -93,6 +112,7 @@ class SamplerService:
         shares.setdefault(lane, []).append((request, functools.partial(self._answer, lane, future)))
       for lane, share in shares.items():
         lane.scheduler.submit_all(share)
+
     for lane in shares:
       lane.wake.set()
     return futures
@@ -103,19 +123,19 @@ class SamplerService:
     with self._lock:
       lane.running -= 1
     if not future.set_running_or_notify_cancel():
-      return  # the caller has gone
+      return  # the caller has cancelled it
     if isinstance(result, BaseException):
       future.set_exception(result)
     else:
       future.set_result(result)
 
   async def generate(self, request: GenerateRequest) -> Completion:
-    """Samples one turn; a cancelled caller releases its session.
+    """Samples one turn; if the caller is cancelled, its session is released.
 
     Raises:
-      ConfigError: a request that cannot be served.
+      ConfigError: the request cannot be served.
       SessionReleasedError: `release` was called in the meantime.
-      BaseException: whatever ended the sampler.
+      BaseException: the exception that ended the sampler.
     """
     try:
       return await asyncio.wrap_future(self.submit(request))
@@ -124,7 +144,7 @@ class SamplerService:
       raise
 
   def generate_sync(self, request: GenerateRequest, timeout: float | None = None) -> Completion:
-    """`generate` for a caller without an event loop; `timeout` in seconds."""
+    """Samples one turn for a caller without an event loop; `timeout` in seconds, errors as for `generate`."""
     return self.submit(request).result(timeout)
 
   def release(self, session_id: int) -> None:
@@ -136,11 +156,11 @@ class SamplerService:
       lane.wake.set()
 
   def publish(self, params: Params, version: int) -> None:
-    """New parameters from the next dispatch on; returns at once.
+    """Hands new parameters to the next dispatch; returns at once.
 
     Raises:
-      ConfigError: parameters of another model.
-      BaseException: whatever ended the sampler.
+      ConfigError: the parameters are of another model.
+      BaseException: the exception that ended the sampler.
     """
     if self._ended is not None:
       raise self._ended
@@ -149,24 +169,24 @@ class SamplerService:
       lane.wake.set()
 
   def stats(self) -> dict[str, int]:
-    """See `Scheduler.stats`; sums over the schedulers, and the oldest version."""
+    """Returns the statistics of `Scheduler.stats`, summed over the schedulers, and the oldest version."""
     stats = [lane.scheduler.stats() for lane in self._lanes]
     return {name: sum(each[name] for each in stats) for name in stats[0]} | {"version": self.version}
 
   def _run(self, lane: _Lane) -> None:
     try:
       while True:
-        lane.wake.clear()  # before the look at `_ended`: what wakes the lane after that look is not lost
+        lane.wake.clear()  # before `_ended` is read, so that no wake after that is lost
         if self._ended is not None:
           break
         if not lane.scheduler.tick():
           lane.wake.wait()
-    except BaseException as error:  # whatever it is, it must reach the callers
+    except BaseException as error:  # callers wait on this thread, so any exception must reach them
       self._end(error)
     lane.scheduler.fail(self._ended)
 
   def _end(self, error: BaseException) -> None:
-    """Makes all threads leave; the first error is the one that counts."""
+    """Makes all threads leave; callers get the first error."""
     with self._lock:
       self._ended = self._ended or error
     for lane in self._lanes:
@@ -174,9 +194,9 @@ class SamplerService:
 
 
 class _Lane:
-  """A scheduler, the thread that ticks it, and the number of turns it has."""
+  """A scheduler, the thread that ticks it, and the number of its running turns."""
 
-  def __init__(self, scheduler: Scheduler, run):
+  def __init__(self, scheduler: Scheduler, run: Callable[[_Lane], None]):
     self.scheduler, self.running = scheduler, 0
     self.wake = threading.Event()
     self.thread = threading.Thread(target=run, args=(self,), name="sampler", daemon=True)

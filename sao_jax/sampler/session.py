@@ -19,14 +19,14 @@ class Turn:
   """A request that is queued or being decoded.
 
   Attributes:
-    request: as the caller gave it, never changed.
-    on_done: called once.
-    budget: tokens granted: request.max_tokens, or what the context has left.
-    steps_left: decode steps that the device may still take, at most; 0 means that the turn surely ends in a dispatch
+    request: the caller's request, never changed.
+    on_done: called once, with a Completion or an exception.
+    budget: number of tokens granted: request.max_tokens, or fewer if the context has fewer left.
+    steps_left: upper bound on the decode steps that the device still takes; 0 means that the turn ends in a dispatch
       that is already started.
-    token_ids: sampled so far and read back.
-    logprobs: of those.
-    versions: of those.
+    token_ids: tokens sampled and read back so far.
+    logprobs: log-probability of each of these tokens.
+    versions: policy version that sampled each of these tokens.
   """
 
   request: GenerateRequest
@@ -39,11 +39,11 @@ class Turn:
 
   @property
   def finished(self) -> bool:
-    """Has the device ended the turn, as far as was read back?"""
+    """True if the tokens that were read back end the turn."""
     return len(self.token_ids) == self.budget or bool(self.token_ids and self.token_ids[-1] in self.request.stop_ids)
 
   def completion(self, routed_experts: Int[np.ndarray, "m L k"] | None) -> Completion:
-    """What the caller gets."""
+    """Returns the answer to the caller."""
     if self.token_ids and self.token_ids[-1] in self.request.stop_ids:
       reason = "stop"
     else:
@@ -62,15 +62,15 @@ class Session:
   """One trajectory.
 
   Attributes:
-    rollout_id: names its random numbers.
+    rollout_id: determines its random numbers, together with the run seed.
     token_ids: all tokens of its context: prompts, observations, and the sampled ones that were read back.
-    random_offset: tokens of its earlier contexts, so that no index of a random number is used twice.
-    slot: where its keys and values live, or None: queued, parked, or about to end.
-    written: tokens of the slot whose keys and values are valid, at most (exact between turns).
-    turn: the running request, None while the environment works.
+    random_offset: number of tokens in its earlier contexts, so that no index of a random number is used twice.
+    slot: index of the slot that holds its keys and values; None while it is queued, parked, or about to end.
+    written: upper bound on the tokens whose keys and values in the slot are valid; exact between turns.
+    turn: the running request; None while the environment works.
     idle_since: the tick at which the last turn ended.
-    num_routed: tokens of the context whose experts are known.
-    routed_experts: of those tokens, what no completion has handed out yet.
+    num_routed: number of tokens of the context whose experts are known.
+    routed_experts: the experts of those tokens that no completion has handed out yet, in pieces.
   """
 
   rollout_id: int
@@ -84,12 +84,12 @@ class Session:
   routed_experts: list[np.ndarray] = dataclasses.field(default_factory=list)
 
   def begin_context(self) -> None:
-    """Forgets the tokens; what the slot holds is written over."""
+    """Forgets the tokens; the next prefill overwrites the slot from its start."""
     self.random_offset += len(self.token_ids)
     self.token_ids, self.written, self.num_routed = [], 0, 0
 
   def extension(self) -> Extension:
-    """Everything that the slot does not hold yet, and the rest of the turn; `written` and `steps_left` follow."""
+    """Returns the tokens that the slot lacks and the rest of the turn; `written` and `steps_left` assume it is done."""
     turn, start = self.turn, self.written
     turn.steps_left = turn.budget - len(turn.token_ids)
     self.written = len(self.token_ids) - 1
@@ -105,13 +105,13 @@ class Session:
     )
 
   def count_steps(self, num_steps: int) -> None:
-    """Notes that a dispatch of `num_steps` was started."""
+    """Notes that a dispatch of `num_steps` decode steps was started."""
     steps = min(num_steps, self.turn.steps_left)
     self.turn.steps_left -= steps
     self.written += steps
 
   def record_experts(self, start: int, experts: Int[np.ndarray, "n L k"]) -> None:
-    """Keeps the experts of the tokens from index `start` on; what was used first counts, at a later prefill too."""
+    """Keeps the experts of the tokens from index `start` on; where a token has experts already, those stay."""
     if self.num_routed < start:
       raise RuntimeError(f"the experts of tokens {self.num_routed} to {start} of rollout {self.rollout_id} are missing")
     new = experts[self.num_routed - start :]
@@ -120,14 +120,14 @@ class Session:
       self.num_routed += len(new)
 
   def take_experts(self, shape: tuple[int, int] | None) -> Int[np.ndarray, "m L k"] | None:
-    """What no completion has handed out yet, `shape` for every token; None: not recorded."""
+    """Returns and forgets the experts not handed out yet, `shape` (L, k) per token; None if they are not recorded."""
     if shape is None:
       return None
     taken, self.routed_experts = self.routed_experts, []
     return np.concatenate([np.zeros((0, *shape), np.int16), *taken])
 
   def append(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
-    """Adds tokens that were read back."""
+    """Adds tokens that were read back to the context and the turn."""
     self.token_ids += token_ids
     self.turn.token_ids += token_ids
     self.turn.logprobs += logprobs

@@ -5,12 +5,12 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig, SamplerConfig
-from sao_jax.parallel.rules import AxisRules
-from sao_jax.sampler.cache import Cache, KVCache, empty_cache
+from sao_jax.parallel.layout import Layout
+from sao_jax.sampler.cache import Cache
+from sao_jax.sampler.caches import empty_cache
 
 # Stop ids per slot; unused places hold -1, which no token equals.
 MAX_STOP_IDS = 8
@@ -20,15 +20,15 @@ MAX_STOP_IDS = 8
 class SlotState:
   """One entry per slot.
 
-  The last token of a slot is always *pending*: its keys and values are not written yet. Decode feeds it, so that all
+  The last token of a slot is always *pending*: it is not in the cache yet. Decode feeds it, so that all
   sampling happens in decode, after a prompt as after a sampled token.
 
   Attributes:
-    lengths: int32, tokens whose keys and values are written; the pending token has this index in the trajectory.
+    lengths: int32, number of tokens that are in the cache; the pending token has this index in the trajectory.
     pending_token: int32, the last token, prompt or sampled.
     rollout_id: int32, with the run seed and a token's index it determines the token's random numbers.
     random_offset: int32, added to that index: tokens of the trajectory's earlier contexts.
-    active: bool, is a turn being decoded?
+    active: bool, True while a turn is decoded.
     budget: int32, tokens that the turn may still sample.
     stop_ids: int32, tokens that end the turn (they are sampled and kept); -1 where unused.
     temperature: float32.
@@ -70,27 +70,24 @@ def empty_slots(num_slots: int) -> SlotState:
   )
 
 
-def state_shardings(state: EngineState, mesh: Mesh, rules: AxisRules) -> EngineState:
-  """Slots over the data axes, kv heads over "tensor"; a latent is for all heads, so each of these devices has it."""
-  slots = NamedSharding(mesh, rules.spec("slots"))
-  heads = NamedSharding(mesh, rules.spec("slots", None, "kv_heads"))
-  of_cache = heads if isinstance(state.cache, KVCache) else slots
-  place = lambda tree, sharding: jax.tree.map(lambda _: sharding, tree)
-  return EngineState(cache=place(state.cache, of_cache), slots=place(state.slots, slots))
+def state_shardings(state: EngineState, layout: Layout) -> EngineState:
+  """Slots over the data axes, the heads of a cache that has any over "tensor" (`Cache.LOGICAL_AXES`)."""
+  place = lambda tree, *logical: jax.tree.map(lambda _: layout.sharding(*logical), tree)
+  return EngineState(cache=place(state.cache, *state.cache.LOGICAL_AXES), slots=place(state.slots, "slots"))
 
 
-def place_state(state: EngineState, mesh: Mesh | None, rules: AxisRules) -> EngineState:
+def place_state(state: EngineState, layout: Layout) -> EngineState:
   """Tells the partitioner where the state lives, so that no program changes its layout."""
-  return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, rules))
+  return state if layout.mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, layout))
 
 
-def empty_state(model: ModelConfig, sampler: SamplerConfig, mesh: Mesh | None, rules: AxisRules) -> EngineState:
+def empty_state(model: ModelConfig, sampler: SamplerConfig, layout: Layout) -> EngineState:
   """The state of an engine that holds nothing."""
 
   def build() -> EngineState:
     cache = empty_cache(model, sampler.num_slots, sampler.context_length, sampler.cache_dtype)
     return EngineState(cache=cache, slots=empty_slots(sampler.num_slots))
 
-  if mesh is None:
+  if layout.mesh is None:
     return build()
-  return jax.jit(build, out_shardings=state_shardings(jax.eval_shape(build), mesh, rules))()
+  return jax.jit(build, out_shardings=state_shardings(jax.eval_shape(build), layout))()

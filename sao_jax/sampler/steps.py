@@ -7,23 +7,21 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.transformer import Attend, head_logits, trunk
+from sao_jax.models.transformer import head_logits, trunk
+from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.params import Params
-from sao_jax.parallel.rules import AxisRules
-from sao_jax.sampler.attend import cached_attend
-from sao_jax.sampler.cache import Cache, cache_dtype, empty_cache, num_positions, read_window, update_slots
-from sao_jax.sampler.latent_attend import cached_latent_attend
+from sao_jax.sampler.cache import read_window, update_slots
+from sao_jax.sampler.caches import empty_cache
 from sao_jax.sampler.sampling import SamplingRule, sample_tokens, slot_uniforms
 from sao_jax.sampler.state import EngineState, SlotState, place_state, state_shardings
 
 
 @flax.struct.dataclass
 class DecodeOutputs:
-  """What one dispatch sampled, for the R rows it decoded and at most N steps.
+  """The tokens that one dispatch sampled, for the R rows it decoded and at most N steps.
 
   Attributes:
     tokens: int32 [N, R].
@@ -41,9 +39,7 @@ class DecodeOutputs:
   routed_experts: Int[Array, "N R L k"] | None
 
 
-@functools.partial(
-  jax.jit, static_argnames=("config", "window", "record_experts", "mesh", "rules"), donate_argnames="state"
-)
+@functools.partial(jax.jit, static_argnames=("config", "window", "record_experts", "layout"), donate_argnames="state")
 def extend(
   params: Params,
   state: EngineState,
@@ -55,10 +51,9 @@ def extend(
   config: ModelConfig,
   window: int,
   record_experts: bool = False,
-  mesh: Mesh | None,
-  rules: AxisRules,
+  layout: Layout,
 ) -> tuple[EngineState, Int[Array, "P T L k"] | None]:
-  """Writes keys and values of new tokens behind what the slots hold. Samples nothing.
+  """Writes new tokens to the cache, behind what the slots hold. Samples nothing.
 
   With `record_experts` the second result tells which experts were used for the tokens, int16.
 
@@ -66,35 +61,37 @@ def extend(
     params: the policy.
     state: donated.
     token_ids: row p's tokens are the first counts[p]; the rest is padding.
-    counts: tokens to write.
-    slots: where; a slot of num_slots (out of range) marks an unused row.
+    counts: number of tokens to write of each row.
+    slots: the slot of each row; num_slots (out of range) marks an unused row.
     update: P rows that replace the slots' fields. Its `lengths` are those *before* the call: the index of the first
       new token.
     config: static.
     window: static, at least the largest of those lengths (0: all prompts are fresh).
     record_experts: static; for models with experts.
-    mesh: static.
-    rules: static.
+    layout: static.
   """
-  capacity, length = num_positions(state.cache), token_ids.shape[1]
+  capacity, length = state.cache.num_positions, token_ids.shape[1]
   starts = update.lengths
   overflow = starts + counts > capacity
   counts = jnp.where(overflow, 0, counts)
   positions = starts[:, None] + jnp.arange(length, dtype=jnp.int32)
+
+  # The new tokens go to a small cache of their own, the carry of all layers, and from there to the slots.
   past = read_window(state.cache, slots, window)
-  new = empty_cache(config, token_ids.shape[0], length, cache_dtype(state.cache))
-  attend = _attend(config, past, starts, 0, length)
-  _, new, routed = trunk(params, config, token_ids, positions, attend=attend, carry=new, mesh=mesh, rules=rules)
+  new = empty_cache(config, token_ids.shape[0], length, state.cache.dtype)
+  attend = past.attend(config, starts, 0, length)
+  _, new, routed = trunk(params, config, token_ids, positions, attend=attend, carry=new, layout=layout)
+
   update = update.replace(lengths=starts + counts, active=update.active & ~overflow, overflow=overflow)
-  shardings = None if mesh is None else state_shardings(state, mesh, rules).cache
+  shardings = None if layout.mesh is None else state_shardings(state, layout).cache
   cache = update_slots(state.cache, new, slots, starts, counts, fresh=not window, shardings=shardings)
   experts = jnp.moveaxis(routed.experts, 0, 2).astype(jnp.int16) if record_experts else None
-  return place_state(EngineState(cache=cache, slots=_put_rows(state.slots, slots, update)), mesh, rules), experts
+  return place_state(EngineState(cache=cache, slots=_put_rows(state.slots, slots, update)), layout), experts
 
 
 @functools.partial(
   jax.jit,
-  static_argnames=("config", "rule", "window", "max_steps", "record_experts", "mesh", "rules"),
+  static_argnames=("config", "rule", "window", "max_steps", "record_experts", "layout"),
   donate_argnames="state",
 )
 def decode(
@@ -109,31 +106,34 @@ def decode(
   window: int,
   max_steps: int,
   record_experts: bool = False,
-  mesh: Mesh | None,
-  rules: AxisRules,
+  layout: Layout,
 ) -> tuple[EngineState, DecodeOutputs]:
   """Samples up to `num_steps` ≤ `max_steps` tokens in every active slot among `slots`; ends early when none is active.
 
   Args:
     params: the policy.
     state: donated.
-    key: of the run, `jax.random.key(seed)`.
-    slots: which slots; num_slots (out of range) marks an unused row. With R = num_slots, row r is slot r or unused.
+    key: the run's key, `jax.random.key(seed)`.
+    slots: the slot of each row; num_slots (out of range) marks an unused row. With R = num_slots, row r is slot r or
+      unused.
     num_steps: traced, so that the host may choose it freely.
     config: static.
     rule: static.
     window: static, at least the length of every active slot among `slots`.
     max_steps: static.
     record_experts: static; for models with experts.
-    mesh: static.
-    rules: static.
+    layout: static.
   """
-  num_slots, capacity = state.slots.lengths.shape[0], num_positions(state.cache)
+  num_slots, capacity = state.slots.lengths.shape[0], state.cache.num_positions
   everything = slots.shape[0] == num_slots
+
+  # The rows, their past, and a small cache for the tokens of this dispatch.
   first = state.slots if everything else jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode="clip"), state.slots)
   first = first.replace(active=first.active & (slots < num_slots))
   past = read_window(state.cache, None if everything else slots, window)
-  new = empty_cache(config, slots.shape[0], max_steps, cache_dtype(state.cache))
+  new = empty_cache(config, slots.shape[0], max_steps, state.cache.dtype)
+
+  # Random numbers belong to (rollout, index of the token), whatever else is in the batch.
   uniforms = slot_uniforms(key, first.rollout_id, first.random_offset + first.lengths + 1, max_steps)
   shape = (max_steps, slots.shape[0])
   outputs = DecodeOutputs(
@@ -150,7 +150,9 @@ def decode(
 
   def one_step(carry):
     step, rows, new, outputs = carry
-    attend = _attend(config, past, first.lengths, step, max_steps)
+
+    # Each row feeds its pending token, which this writes to the small cache.
+    attend = past.attend(config, first.lengths, step, max_steps)
     hidden, new, routed = trunk(
       params,
       config,
@@ -158,12 +160,14 @@ def decode(
       rows.lengths[:, None],
       attend=attend,
       carry=new,
-      mesh=mesh,
-      rules=rules,
+      layout=layout,
     )
+
+    # The next token becomes the pending one, where the row goes on.
     logits = head_logits(params, config, hidden[:, 0])
     tokens, logprobs = sample_tokens(logits, uniforms[step], rows.temperature, rule)
     rows, emitted = _advance(rows, tokens, capacity)
+
     outputs = outputs.replace(
       tokens=outputs.tokens.at[step].set(tokens),
       logprobs=outputs.logprobs.at[step].set(logprobs),
@@ -175,20 +179,13 @@ def decode(
     return step + 1, rows, new, outputs
 
   _, last, new, outputs = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), first, new, outputs))
-  shardings = None if mesh is None else state_shardings(state, mesh, rules).cache
+
+  # What was sampled goes to the cache of the slots once per dispatch.
+  shardings = None if layout.mesh is None else state_shardings(state, layout).cache
   written, which = last.lengths - first.lengths, None if everything else slots
   cache = update_slots(state.cache, new, which, first.lengths, written, shardings=shardings)
   table = last if everything else _put_rows(state.slots, slots, last)
-  return place_state(EngineState(cache=cache, slots=table), mesh, rules), outputs.replace(overflow=last.overflow)
-
-
-def _attend(
-  config: ModelConfig, past: Cache, lengths: Int[Array, " R"], step: Int[Array, ""] | int, num_new: int
-) -> Attend:
-  """What the queries of a call with room for `num_new` positions read, for this model's kind of attention."""
-  if config.kv_lora_rank:
-    return cached_latent_attend(config, past, lengths, step, num_new)
-  return cached_attend(past, lengths, step)
+  return place_state(EngineState(cache=cache, slots=table), layout), outputs.replace(overflow=last.overflow)
 
 
 def _advance(rows: SlotState, tokens: Int[Array, " R"], capacity: int) -> tuple[SlotState, Bool[Array, " R"]]:

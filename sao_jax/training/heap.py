@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def settled_heap() -> Iterator[None]:
+def frozen_heap() -> Iterator[None]:
   """What exists now, some hundred thousand objects of jax alone, is looked at by no collection until the end.
 
   A full collection walks all objects and lets no thread run meanwhile: neither the event loop of the rollouts nor the

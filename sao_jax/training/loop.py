@@ -1,4 +1,4 @@
-"""The training loop: take a batch, step, publish, log; the rollout side runs at the same time in its own threads.
+"""The training loop: take a batch, step, publish, log, evaluate, save; rollouts run at the same time in their threads.
 
 Value pretraining and RL are the same loop: a critic-only step leaves the policy, and so its version, as they are.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from typing import Any
 
 import jax
 from absl import logging
@@ -16,26 +15,27 @@ from absl import logging
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.config import RunConfig
 from sao_jax.configuration.relations import validate
-from sao_jax.episode import Trajectory
-from sao_jax.errors import ConfigError
-from sao_jax.evaluation.audit import audit_sampler
-from sao_jax.evaluation.fixed_policy import check_prompts, record_episode
+from sao_jax.evaluation.audit import audit_at_start
+from sao_jax.evaluation.fixed_policy import check_prompts
 from sao_jax.evaluation.heldout import Evaluation
 from sao_jax.evaluation.pinned import PinnedEvaluation
-from sao_jax.interrupt import Interrupt, Interrupted
+from sao_jax.interrupt import Interrupt
 from sao_jax.learner.compilation import CompiledSteps
 from sao_jax.learner.packing import check_buckets
-from sao_jax.learner.placement import make_service
-from sao_jax.learner.setup import Learner, abstract_state, check_lora_scale, make_learner, make_publisher, rows_multiple
-from sao_jax.report.metrics import DelayedFetch, MetricsWriter, drop_lines_after, evaluated_versions
-from sao_jax.report.page import EPISODES_FILE
-from sao_jax.report.progress import Progress
+from sao_jax.learner.sampler_side import make_publisher, make_service
+from sao_jax.learner.setup import Learner, make_learner, rows_multiple
+from sao_jax.report.episode_samples import EpisodeSamples
+from sao_jax.report.metrics import evaluated_versions
+from sao_jax.report.run_log import RunLog
 from sao_jax.training import phases
-from sao_jax.training.heap import settled_heap
-from sao_jax.training.rollouts import POLL, Rollouts, make_rollouts
+from sao_jax.training.heap import frozen_heap
+from sao_jax.training.phases import EXPLAINED_VARIANCE, Phase, Start
+from sao_jax.training.rollouts import make_rollouts
+from sao_jax.training.saver import Saver
 from sao_jax.types import TrainState
 
-COMPILING_STEPS = 2  # after so many steps of a process everything is compiled, for the rest of the run
+# Shown beside the progress of a phase.
+FACTS = {"reward": "reward_mean", "lag": "lag_mean", "buffer": "rollouts_buffered", "ev": EXPLAINED_VARIANCE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,207 +48,148 @@ class Result:
   evaluation: Evaluation | None
 
 
-def pretrain_value(config: RunConfig, workdir: str | os.PathLike) -> Result:
-  """Trains the critic, attention too, on rollouts of the frozen initial policy until explained variance plateaus."""
+def pretrain_value(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = False) -> Result:
+  """Trains the critic, attention too, on rollouts of the frozen initial policy until explained variance plateaus.
+
+  `validated`: as in `train`.
+  """
   config = dataclasses.replace(config, critic_optimizer=config.value_pretraining.optimizer)
-  return run_phase(config, pathlib.Path(workdir), phases.value_pretraining(config), freeze=False)
+  phase = phases.value_pretraining(config)
+  return run_phase(config, pathlib.Path(workdir), phase, freeze=False, validated=validated)
 
 
-def train(config: RunConfig, workdir: str | os.PathLike) -> Result:
-  """Trains policy and critic with asynchronous SAO; goes on where an earlier run in `workdir` stopped."""
-  return run_phase(config, pathlib.Path(workdir), phases.reinforcement_learning(config), freeze=True)
+def train(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = False) -> Result:
+  """Trains policy and critic with asynchronous SAO; goes on where an earlier run in `workdir` stopped.
+
+  `validated`: the caller has called `validate`, as launchers do before they write to `workdir`.
+
+  As in `train(load_config("configs/calculator.py"), "runs/a").evaluation.success.rate`.
+  """
+  phase = phases.reinforcement_learning(config)
+  return run_phase(config, pathlib.Path(workdir), phase, freeze=True, validated=validated)
 
 
-def run_phase(config: RunConfig, workdir: pathlib.Path, phase: phases.Phase, *, freeze: bool) -> Result:
+def run_phase(
+  config: RunConfig, workdir: pathlib.Path, phase: Phase, *, freeze: bool, validated: bool = False
+) -> Result:
   """Runs a phase to its end, or to an interruption, from its newest checkpoint if it has one.
 
   Args:
     config: the run's configuration.
     workdir: holds `<phase>/` (checkpoints) and the metrics of all phases.
-    phase: what to run.
+    phase: the steps to run.
     freeze: whether the critic's frozen set applies.
+    validated: as in `train`.
   """
-  validate(config, training=True)
+  if not validated:
+    validate(config, training=True)
   learner = make_learner(config, freeze=freeze)
+  phases.check_critic(learner, phase)
   check_buckets(config.rollout, config.sampler.context_length, rows_multiple(learner))
   check_prompts(config)
+
   settings = config.training
   with (
     Checkpointer(workdir / phase.name, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
     Interrupt() as interrupt,
   ):
-    restored = checkpointer.restore(abstract_state(learner))
-    if restored is None:
-      step, host_state = 0, None
-      state = phases.initial_state(config, learner, workdir, phase)
-    else:
-      step, state, host_state = restored
-      check_lora_scale(config, state.policy.params)
-      logging.info("%s: going on after step %d of %d.", phase.name, step, phase.steps)
-      if int(state.policy_version) != phase.version(step):
-        raise ConfigError(
-          "algorithm.critic_warmup_steps",
-          f"after step {step} the checkpoint has version {int(state.policy_version)}, not {phase.version(step)}.",
-          "Keep the number of critic-only steps that the run began with.",
-        )
-    run = _Run(config, workdir, phase, learner, checkpointer, interrupt)
-    return run.to_end(step, state, host_state)
+    start = phases.restore_or_begin(config, learner, workdir, phase, checkpointer)
+    result = _run(config, learner, workdir, phase, start, checkpointer, interrupt)
+  if result.interrupted:
+    logging.info("Interrupted and saved after step %d; the same command goes on from there.", result.step)
+  return result
 
 
-class _Run:
-  """One run of a phase in this process."""
+def _run(
+  config: RunConfig,
+  learner: Learner,
+  workdir: pathlib.Path,
+  phase: Phase,
+  start: Start,
+  checkpointer: Checkpointer,
+  interrupt: Interrupt,
+) -> Result:
+  """Trains from `start` to the end of the phase."""
+  step, state, version = start.step, start.state, phase.version(start.step)
+  publish = make_publisher(learner)
+  weights = publish(state.policy.params)
 
-  def __init__(self, config, workdir, phase, learner: Learner, checkpointer: Checkpointer, interrupt: Interrupt):
-    self.config, self.workdir, self.phase = config, workdir, phase
-    self.learner, self.checkpointer, self.interrupt = learner, checkpointer, interrupt
-    self.publish = make_publisher(learner)
-    self.explained_variance: list[float] = []
-    self.evaluation: Evaluation | None = None  # the last one
-    self.latest: dict[str, Any] = {}
+  samples = EpisodeSamples(
+    workdir,
+    phase.name,
+    config.environment.tokenizer(),
+    steps=phase.steps,
+    every=config.training.checkpoint_every,
+    restored_step=start.restored_step,
+  )
 
-  def to_end(self, step: int, state: TrainState, host_state: dict[str, Any] | None) -> Result:
-    """Trains from `step` to the end of the phase."""
-    config, phase, first_step = self.config, self.phase, step
-    published, version = self.publish(state.policy.params), phase.version(step)
-    restored_step = None if host_state is None else step
-    drop_lines_after(self.workdir / EPISODES_FILE, phase.name, restored_step)
-    with (
-      CompiledSteps(self.learner, phase.kinds(step)) as train_step,
-      MetricsWriter(self.workdir, phase.name, restored_step=restored_step) as writer,
-      Progress(phase.name, total=phase.steps, start=step) as progress,
-      make_service(
-        config,
-        published,
-        seed=phases.sampler_seed(config, phase.name),
-        version=version,
-        warm_up=True,
-        record_experts=config.algorithm.router_replay,
-      ) as service,
-      PinnedEvaluation(config, self.interrupt) as pinned,
-      settled_heap(),
-    ):
-      if config.training.audit:
-        self.audit(service, state)
-      rollouts = make_rollouts(
-        self.learner, service, self.workdir, phase.name, step, version, self.interrupt, look=pinned.check
-      )
-      if host_state is not None:
-        rollouts.load_state_dict(*host_state["rollouts"])
-        self.explained_variance = host_state["explained_variance"]
-      if self.evaluates(version) and version not in evaluated_versions(self.workdir, phase.name):
-        pinned.start(published, version, step)
-      consistent = True  # whether `state` and `rollouts` are those of `step`, so that they can be saved
-      delayed = DelayedFetch()
-      unrecorded: Trajectory | None = None  # an episode of the last step, unless one of it is recorded
-      with rollouts:
-        try:
-          while step < phase.steps and not self.plateaued(step):
-            batch = rollouts.take(version)
-            updates_policy = phase.updates_policy(step)
-            if batch is None or not self.compiled(train_step, batch.rows, updates_policy, step - first_step, rollouts):
-              break
-            consistent = False
-            state, metrics = train_step(state, batch.rows, update_policy=updates_policy)
-            step, version = step + 1, phase.version(step + 1)
-            metrics |= rollouts.metrics(batch.trajectories) | {"policy_version": version}
-            self.log(delayed.push(step, metrics), writer, progress)
-            if updates_policy:
-              # The sampler would stall on weights that are still being computed.
-              published = jax.block_until_ready(self.publish(state.policy.params))
-              rollouts.publish(published, version)
-            else:
-              rollouts.on_version(version)
-            consistent = True
-            evaluates, saves = updates_policy and self.evaluates(version), self.checkpointer.due(step)
-            # Before a save, since the weights of an older version are in no checkpoint: it could not be begun again.
-            self.collect(pinned, writer, rollouts, wait=evaluates or (saves and pinned.version != version))
-            if evaluates and pinned.version is None:
-              pinned.start(published, version, step)
-            unrecorded = batch.trajectories[0]
-            if saves or step == 1 or step % max(1, phase.steps // 3) == 0:
-              record_episode(config, self.workdir, phase.name, step, unrecorded)
-              unrecorded = None
-            if saves:
-              self.log(delayed.flush(), writer, progress)
-              self.save(step, state, rollouts)
-          if unrecorded is not None:
-            record_episode(config, self.workdir, phase.name, step, unrecorded)
-          self.log(delayed.flush(), writer, progress)
-          self.collect(pinned, writer, rollouts, wait=True)
-        except Exception:
-          if consistent:
-            logging.error("Something failed; what was trained is saved: step %d.", step)
-            self.log(delayed.flush(), writer, progress)
-            self.save(step, state, rollouts)
-            self.checkpointer.wait()
-          raise
-      if pinned.version not in (None, version):
-        logging.warning("The evaluation of version %d was interrupted: it is lost.", pinned.version)
-      self.save(step, state, rollouts)
-      self.checkpointer.wait()
-    if self.interrupt.requested:
-      logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
-    return Result(state, step, self.interrupt.requested, self.evaluation)
+  def report(step: int, evaluation: Evaluation) -> None:
+    log.write(step, evaluation.metrics() | {"policy_version": evaluation.policy_version})
+    log.note(success=evaluation.success.rate)
+    for trajectory in evaluation.trajectories[:1]:
+      samples.keep(step, trajectory)
+    logging.info("Version %d: held-out success %s.", evaluation.policy_version, evaluation.success)
 
-  def compiled(self, train_step: CompiledSteps, rows, update_policy: bool, steps_done: int, rollouts: Rollouts) -> bool:
-    """Waits for the step's program, and in the third step of a process for all of them; False when interrupted."""
-    wanted = None if steps_done == COMPILING_STEPS else rows
-    while not train_step.ready(wanted, update_policy=update_policy, timeout=POLL):
-      rollouts.check()
-      if self.interrupt.requested:
-        return False
-    return True
+  with (
+    CompiledSteps(learner, phase.kinds(step)) as train_step,
+    RunLog(
+      workdir,
+      phase.name,
+      total=phase.steps,
+      start=step,
+      restored_step=start.restored_step,
+      every=config.training.log_every,
+      facts=FACTS,
+      keep={EXPLAINED_VARIANCE: start.explained_variance},
+    ) as log,
+    make_service(
+      config,
+      weights,
+      seed=phases.sampler_seed(config, phase.name),
+      version=version,
+      warm_up=True,
+      record_experts=config.algorithm.router_replay,
+    ) as service,
+    PinnedEvaluation(config, interrupt, last_version=phase.policy_steps, report=report) as evaluation,
+    frozen_heap(),
+  ):
+    if config.training.audit:
+      audit_at_start(config, learner, service, state.policy.params, interrupt)
+    rollouts = make_rollouts(learner, service, workdir, phase.name, step, version, interrupt, look=evaluation.check)
+    if start.rollouts is not None:
+      rollouts.load_state_dict(*start.rollouts)
+    evaluation.begin(step, version, weights, measured=evaluated_versions(workdir, phase.name))
 
-  def audit(self, service, state: TrainState) -> None:
-    """Refuses to train when sampler and learner disagree at lag 0."""
-    try:
-      worst = audit_sampler(self.config, self.learner, service, state.policy.params, self.interrupt)
-    except Interrupted:
-      return  # nothing is trained any more
-    logging.info("Audit: sampler and learner log-probs agree to %.2g at lag 0.", worst)
+    saver = Saver(checkpointer, phase, rollouts, log)
+    saver.end_step(step, state)
+    with rollouts, saver:
+      while not phases.ended(config, phase, step, log.history[EXPLAINED_VARIANCE]):
+        # Take: waits for the trajectories that finish first; None once the process was asked to stop.
+        batch = rollouts.take(version)
+        updates_policy = phase.updates_policy(step)
+        if batch is None or not train_step.wait(
+          batch.rows, update_policy=updates_policy, interrupt=interrupt, look=rollouts.check
+        ):
+          break
 
-  def evaluates(self, version: int) -> bool:
-    """Whether held-out success is measured at this version."""
-    every, last = self.config.evaluation.every, self.phase.policy_steps
-    return last > 0 and every > 0 and (version % every == 0 or version == last)
+        # Step: dispatched here, and still running when the metrics of the step before are logged.
+        saver.begin_step()
+        state, metrics = train_step(state, batch.rows, update_policy=updates_policy)
+        step, version = step + 1, phase.version(step + 1)
+        log.push(step, metrics | rollouts.metrics(batch.trajectories) | {"policy_version": version})
 
-  def collect(self, pinned: PinnedEvaluation, writer: MetricsWriter, rollouts, *, wait: bool) -> None:
-    """Writes the evaluation under way, if it has finished, under the step after which it began."""
-    while (measured := pinned.collect(POLL if wait else 0.0)) is None:
-      rollouts.check()
-      if not wait or pinned.version is None or self.interrupt.requested:
-        return
-    step, self.evaluation = measured
-    version, success = self.evaluation.policy_version, self.evaluation.success
-    writer.write(step, self.evaluation.metrics() | {"policy_version": version})
-    for trajectory in self.evaluation.trajectories[:1]:
-      record_episode(self.config, self.workdir, self.phase.name, step, trajectory)
-    self.latest["success"] = success.rate
-    logging.info("Version %d: held-out success %s.", version, success)
+        # Publish: the sampler goes on with the old weights until the new ones are computed, or it would stall on them.
+        weights = jax.block_until_ready(publish(state.policy.params)) if updates_policy else None
+        rollouts.end_step(version, weights)
+        saver.end_step(step, state)
 
-  def plateaued(self, step: int) -> bool:
-    """Whether value pretraining may end."""
-    return self.phase.until_plateau and phases.plateaued(self.config, step, self.explained_variance)
+        # Evaluate, sample, save: each when it is due.
+        evaluation.after(step, version, weights, saves=saver.due(step), look=rollouts.check)
+        samples.after(step, batch.trajectories[0])
+        saver.after(step)
 
-  def log(self, fetched, writer: MetricsWriter, progress: Progress) -> None:
-    """Writes the metrics of steps that have finished."""
-    for step, metrics in fetched:
-      self.explained_variance.append(float(metrics["explained_variance"]))
-      self.latest |= {
-        "reward": metrics["reward_mean"],
-        "lag": metrics["lag_mean"],
-        "buffer": metrics["rollouts_buffered"],
-        "ev": metrics["explained_variance"],
-      }
-      if step % self.config.training.log_every == 0:
-        writer.write(step, metrics)
-      progress.update(step, **self.latest)
-
-  def save(self, step: int, state: TrainState, rollouts) -> None:
-    """Starts an asynchronous checkpoint of everything that the next step depends on."""
-    host_state = {
-      "rollouts": list(rollouts.state_dict()),
-      "explained_variance": self.explained_variance,
-      "policy_version": self.phase.version(step),
-    }
-    self.checkpointer.save(step, state, host_state)
+      samples.finish()
+      log.flush()
+      evaluation.finish(version, look=rollouts.check)
+    saver.save()
+  return Result(state, step, interrupt.requested, evaluation.last)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,19 +16,14 @@ from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import is_hf_folder
 from sao_jax.huggingface.load import import_policy
-from sao_jax.learner.setup import (
-  Learner,
-  add_fresh_lora,
-  check_lora_scale,
-  init_policy_params,
-  make_state,
-  sharded_specs,
-)
+from sao_jax.learner.lora_start import add_fresh_lora, check_lora_scale
+from sao_jax.learner.setup import Learner, abstract_state, init_policy_params, make_state, sharded_specs
+from sao_jax.models.critic import critic_params_from_policy
 from sao_jax.models.lora import merge_lora
-from sao_jax.models.value import value_params_from_policy
 from sao_jax.types import PyTree, TrainState
 
 PHASES = SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"
+EXPLAINED_VARIANCE = "explained_variance"  # the metric by which value pretraining ends
 BASE = "base"  # no phase: what model.checkpoint names
 
 
@@ -63,6 +59,25 @@ class Phase:
   def version(self, step: int) -> int:
     """Policy version after `step` train steps: the number of policy updates among them."""
     return max(0, step - self.critic_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """Where a process takes a phase up.
+
+  Attributes:
+    step: train steps done.
+    state: the train state after them.
+    restored_step: step of the checkpoint that it comes from; None at the phase's beginning.
+    rollouts: state of the rollout side, as (JSON, arrays); None at the beginning.
+    explained_variance: of every step done.
+  """
+
+  step: int
+  state: TrainState
+  restored_step: int | None = None
+  rollouts: Sequence[Any] | None = None
+  explained_variance: Sequence[float] = ()
 
 
 def value_pretraining(config: RunConfig) -> Phase:
@@ -107,6 +122,11 @@ def plateaued(config: RunConfig, step: int, explained_variance: Sequence[float])
   return bool(np.nanmean(recent) - np.nanmean(before) < settings.plateau_gain)
 
 
+def ended(config: RunConfig, phase: Phase, step: int, explained_variance: Sequence[float]) -> bool:
+  """Tells whether a phase is over after `step` steps, from the explained variance of each."""
+  return step >= phase.steps or (phase.until_plateau and plateaued(config, step, explained_variance))
+
+
 def latest_step(directory: pathlib.Path) -> int | None:
   """The newest checkpoint's step; None without one."""
   if not directory.is_dir():
@@ -133,7 +153,7 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
 
 def _load_policy(learner: Learner, folder: pathlib.Path, step: int | None = None) -> PyTree:
   """The policy of a folder of checkpoints, the newest or that of `step`; LoRA may have trained it, or begin now."""
-  abstract = sharded_specs(learner.policy_specs, learner.mesh)
+  abstract = sharded_specs(learner.policy.specs, learner.layout)
   params = load_params(folder, "policy", abstract, step=step, optional="lora")
   check_lora_scale(learner.config, params)
   return add_fresh_lora(learner, params, learner.config.training.seed)
@@ -163,17 +183,68 @@ def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, ph
   earlier = [SFT] if phase.name == VALUE_PRETRAINING else [VALUE_PRETRAINING, SFT]
   policy = initial_policy(config, learner, workdir, earlier)
   _warn_of_unfinished_sft(config, workdir)
-  num_outputs = learner.value_specs["value_head"].shape[-1]
+  return make_state(learner, policy, _initial_critic(config, learner, workdir, phase, policy))
+
+
+def _initial_critic(
+  config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: Phase, policy: PyTree
+) -> PyTree | None:
+  """The critic that a phase starts from: the pretrained one, or a copy of the policy; None for methods without one."""
+  if learner.critic is None:
+    return None
+  specs = learner.critic.specs
   if phase.name == TRAIN and latest_step(workdir / VALUE_PRETRAINING) is not None:
-    critic = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(learner.value_specs, learner.mesh))
     _warn_of_unfinished_value_pretraining(config, workdir)
-  else:
-    if phase.name == TRAIN:
-      logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")
-    key = jax.random.key(config.training.seed)
-    merged = merge_lora(policy, keep_dtype=True)
-    critic = value_params_from_policy(merged, config.model, num_outputs, config.algorithm.value_head_initializer, key)
-  return make_state(learner, policy, critic)
+    return load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(specs, learner.layout))
+
+  if phase.name == TRAIN:
+    logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")
+  return critic_params_from_policy(
+    merge_lora(policy, keep_dtype=True),
+    config.model,
+    num_outputs=specs["value_head"].shape[-1],
+    initializer=config.algorithm.value_head_initializer,
+    key=jax.random.key(config.training.seed),
+  )
+
+
+def restore_or_begin(
+  config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: Phase, checkpointer: Checkpointer
+) -> Start:
+  """The newest checkpoint of a phase, or its beginning.
+
+  Raises:
+    ConfigError: the checkpoint belongs to a run with other critic-only steps, or another scale of LoRA.
+  """
+  restored = checkpointer.restore(abstract_state(learner))
+  if restored is None:
+    return Start(0, initial_state(config, learner, workdir, phase))
+
+  step, state, host_state = restored
+  check_lora_scale(config, state.policy.params)
+  logging.info("%s: going on after step %d of %d.", phase.name, step, phase.steps)
+  if int(state.policy_version) != phase.version(step):
+    raise ConfigError(
+      "algorithm.critic_warmup_steps",
+      f"after step {step} the checkpoint has version {int(state.policy_version)}, not {phase.version(step)}.",
+      "Keep the number of critic-only steps that the run began with.",
+    )
+  return Start(step, state, step, host_state["rollouts"], host_state[EXPLAINED_VARIANCE])
+
+
+def check_critic(learner: Learner, phase: Phase) -> None:
+  """Refuses critic-only steps of a method without a critic.
+
+  Raises:
+    ConfigError: naming the method.
+  """
+  if learner.critic is None and phase.critic_steps:
+    raise ConfigError(
+      "algorithm.advantage",
+      f"{learner.config.algorithm.advantage!r} has no critic, and {phase.name} has {phase.critic_steps} critic-only "
+      "steps.",
+      "Leave launch.pretrain_value out and set algorithm.critic_warmup_steps=0, or use algorithm.advantage=sao.",
+    )
 
 
 def latest_policy(

@@ -48,13 +48,16 @@ class Replay:
     return not self.differing
 
 
-def replay(config: RunConfig, workdir: str | os.PathLike) -> Replay:
+def replay(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = False) -> Replay:
   """Trains on what the run in `workdir` consumed, from the same start, and compares with its newest checkpoint.
+
+  `validated`: the caller has called `validate`.
 
   Raises:
     ConfigError: there is no finished step, or a step was not recorded, or there are several processes.
   """
-  validate(config, training=True)
+  if not validated:
+    validate(config, training=True)
   if jax.process_count() > 1:
     raise ConfigError(
       "processes", f"there are {jax.process_count()} of them.", "Replay in one process with all devices."

@@ -38,9 +38,9 @@ class Rollouts:
         state, metrics = train_step(state, batch.rows)
         metrics |= rollouts.metrics(batch.trajectories)
         version += 1
-        rollouts.publish(jax.block_until_ready(publisher(state.policy.params)), version)
+        rollouts.end_step(version, jax.block_until_ready(publish(state.policy.params)))
 
-  Between `take` and `publish` (or `on_version`) a batch is in training. A state saved in between has it as buffered, so
+  Between `take` and `end_step` a batch is in training. A state saved in between has it as buffered, so
   it belongs with the parameters of before the step; a state saved at any other time belongs with the newest ones.
 
   Attributes:
@@ -111,18 +111,20 @@ class Rollouts:
     """Returns the host-side numbers of a step; call it once per step, while the device computes it."""
     return self._metrics.read(trajectories)
 
-  def publish(self, params: PyTree, version: int) -> None:
-    """Ends a step that updated the policy: the sampler gets its weights as `version`, and the batch is trained on.
+  def end_step(self, version: int, params: PyTree | None = None) -> None:
+    """Ends the step of the batch that was taken: it is trained on, and `version` is the policy's from now on.
 
-    `params` must be computed already: the sampler would stall on weights that are still under way.
+    In a deterministic run what was begun under the old version ends under it first.
+
+    Args:
+      version: after the step.
+      params: the new weights for the sampler, computed already: it would stall on weights that are still under way.
+        None for a step that left the policy as it is, like those of the critic alone.
     """
-    self._wait_until_idle()
-    self._service.publish(params, version)
-    self.loop.on_version(version)
-
-  def on_version(self, version: int) -> None:
-    """Ends a step that left the policy as it is, like those of the critic alone: the batch is trained on."""
-    self._wait_until_idle()
+    if self._deterministic:
+      self.loop.wait_until_idle()
+    if params is not None:
+      self._service.publish(params, version)
     self.loop.on_version(version)
 
   def check(self) -> None:
@@ -136,11 +138,6 @@ class Rollouts:
   def load_state_dict(self, state: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     """Goes on from a saved state; call it before the context begins."""
     self.loop.load_state_dict(state, arrays)
-
-  def _wait_until_idle(self) -> None:
-    """In a deterministic run, what was begun under a version ends under it."""
-    if self._deterministic:
-      self.loop.wait_until_idle()
 
 
 def make_rollouts(

@@ -10,11 +10,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import logging
 
-from sao_jax.algorithm.frozen import replace_leaves, trainable_leaves
-from sao_jax.algorithm.updates import guarded_update
+from sao_jax.algorithm.network import Network, gradient_step
+from sao_jax.algorithm.reductions import masked_count, masked_mean, masked_sum
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.config import RunConfig
 from sao_jax.configuration.relations import validate
@@ -23,47 +22,42 @@ from sao_jax.episode import Prompt, Status, Trajectory
 from sao_jax.errors import ConfigError
 from sao_jax.interrupt import Interrupt
 from sao_jax.learner.batches import packed_batch
+from sao_jax.learner.lora_start import check_lora_scale
 from sao_jax.learner.packing import check_buckets
-from sao_jax.learner.setup import abstract_state, check_lora_scale, make_learner, make_network, rows_multiple
+from sao_jax.learner.setup import abstract_network, make_learner, make_network_state, rows_multiple
 from sao_jax.parallel.process import data_process_count, data_process_index
-from sao_jax.report.metrics import DelayedFetch, MetricsWriter
-from sao_jax.report.progress import Progress
+from sao_jax.report.run_log import RunLog
 from sao_jax.training import phases
-from sao_jax.types import NetworkState, PyTree, TrajectoryBatch
+from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrajectoryBatch
 
 # Sources may draw a prompt from (seed, id): the expert's mistakes must come from another stream than the question.
 DEMONSTRATION_STREAM = 0x5AFE_DE30
 
+FACTS = {"loss": "sft_loss", "entropy": "entropy"}  # shown beside the progress
 
-def sft_loss(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Mean negative log-probability of the demonstrated tokens, over all of the global batch.
 
-  Returns:
-    The loss and the metrics.
+def make_sft_step(policy: Network, micro_batches: int = 1) -> Callable:
+  """Returns the jitted, donated `step(state, batch) -> (state, metrics)`: maximum likelihood of demonstrated tokens.
+
+  The loss is their mean negative log-probability over the global batch; a gradient that is not finite skips the update.
   """
-  logprobs, entropy = policy_apply(params, batch)
-  mask = batch.action_mask
-  count = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
-  loss = -jnp.sum(jnp.where(mask, logprobs, 0.0), dtype=jnp.float32) / count
-  mean_entropy = jnp.sum(jnp.where(mask, entropy, 0.0), dtype=jnp.float32) / count
-  return loss, {"sft_loss": loss, "entropy": mean_entropy, "num_sampled_tokens": count}
 
+  def step(state: NetworkState, batch: TrajectoryBatch) -> tuple[NetworkState, dict[str, jax.Array]]:
+    num_tokens = masked_count(batch.action_mask)
 
-def make_sft_step(
-  policy_apply: Callable, optimizer: optax.GradientTransformation, frozen_paths: frozenset[str] = frozenset()
-) -> Callable:
-  """Returns the jitted, donated `step(network, batch) -> (network, metrics)`; non-finite gradients are skipped."""
+    def loss_fn(params: PyTree, rows: TrajectoryBatch) -> tuple[jax.Array, PolicyOutputs]:
+      outputs = policy.apply(params, rows)
+      return masked_sum(-outputs.logprobs, rows.action_mask) / jnp.maximum(num_tokens, 1.0), outputs
 
-  def step(network: NetworkState, batch: TrajectoryBatch) -> tuple[NetworkState, dict[str, jax.Array]]:
-    leaves = trainable_leaves(network.params, frozen_paths)
-
-    def loss_of(leaves: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-      return sft_loss(policy_apply, replace_leaves(network.params, leaves), batch)
-
-    (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(leaves)
-    network, update = guarded_update(network, leaves, gradients, optimizer, loss, jnp.any(batch.action_mask))
-    metrics |= {"policy_grad_norm": update.grad_norm, "policy_updates_skipped": 1.0 - update.applied}
-    return network, metrics
+    allowed = lambda outputs: num_tokens > 0.0
+    state, update, outputs = gradient_step(policy, state, loss_fn, batch, micro_batches=micro_batches, allowed=allowed)
+    return state, {
+      "sft_loss": update.loss,
+      "entropy": masked_mean(outputs.entropy, batch.action_mask),
+      "num_sampled_tokens": num_tokens,
+      "policy_grad_norm": update.grad_norm,
+      "policy_updates_skipped": 1.0 - update.applied,
+    }
 
   return jax.jit(step, donate_argnums=0)
 
@@ -80,7 +74,7 @@ class Demonstrations:
       raise ConfigError(
         "environment",
         f"{self._environment.name} produces no demonstrations to imitate",
-        "give its spec a `demonstration(prompt, tokenizer, rng)` method, or start RL from model.checkpoint",
+        "give its settings a `demonstration(prompt, tokenizer, rng)` method, or start RL from model.checkpoint",
       )
     self._tokenizer = self._environment.tokenizer()
     source = self._environment.prompts(self._tokenizer, "train", config.training.seed)
@@ -116,49 +110,46 @@ class Demonstrations:
     )
 
 
-def sft(config: RunConfig, workdir: str | os.PathLike) -> PyTree:
-  """Runs the phase to its end, or to an interruption, from its newest checkpoint; returns the policy's parameters."""
-  validate(config, training=True)
+def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = False) -> PyTree:
+  """Runs the phase to its end, or to an interruption, from its newest checkpoint; returns the policy's parameters.
+
+  `validated`: the caller has called `validate`.
+  """
+  if not validated:
+    validate(config, training=True)
   workdir = pathlib.Path(workdir)
   config = dataclasses.replace(config, policy_optimizer=config.sft.optimizer)
   learner = make_learner(config)
   check_buckets(config.rollout, config.sampler.context_length, rows_multiple(learner))
-  settings, abstract = config.training, abstract_state(learner).policy
+  settings = config.training
   demonstrations = Demonstrations(config)
-  train_step = make_sft_step(learner.policy_apply, learner.policy_optimizer, learner.frozen_policy_paths)
+  train_step = make_sft_step(learner.policy, config.algorithm.micro_batches)
   with (
     Checkpointer(workdir / phases.SFT, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
     Interrupt() as interrupt,
   ):
-    restored = checkpointer.restore(abstract)
+    restored = checkpointer.restore(abstract_network(learner.policy, learner.layout))
     if restored is None:
-      step, network = 0, make_network(learner, phases.initial_policy(config, learner, workdir, earlier=()))
+      params = phases.initial_policy(config, learner, workdir, earlier=())
+      step, network = 0, make_network_state(learner.policy, learner.layout, params)
     else:
       step, network, host_state = restored
       check_lora_scale(config, network.params)
       demonstrations.prompts.set_state(host_state["prompts"])
-    with (
-      MetricsWriter(workdir, phases.SFT, restored_step=step or None) as writer,
-      Progress(phases.SFT, total=config.sft.steps, start=step) as progress,
-    ):
-      delayed = DelayedFetch()
+    with RunLog(
+      workdir, phases.SFT, total=config.sft.steps, start=step, restored_step=step or None, facts=FACTS
+    ) as log:
       while step < config.sft.steps and not interrupt.requested:
         batch = packed_batch(learner, demonstrations.batch())
         network, metrics = train_step(network, batch.rows)
         step += 1
-        _log(delayed.push(step, metrics), writer, progress)
+        log.push(step, metrics)
         if checkpointer.due(step):
-          _log(delayed.flush(), writer, progress)
+          log.flush()
           checkpointer.save(step, network, {"prompts": demonstrations.prompts.get_state()})
-      _log(delayed.flush(), writer, progress)
+      log.flush()
     checkpointer.save(step, network, {"prompts": demonstrations.prompts.get_state()})
     checkpointer.wait()
   if interrupt.requested:
     logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
   return network.params
-
-
-def _log(fetched, writer: MetricsWriter, progress: Progress) -> None:
-  for step, metrics in fetched:
-    writer.write(step, metrics)
-    progress.update(step, loss=metrics["sft_loss"], entropy=metrics["entropy"])

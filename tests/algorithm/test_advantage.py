@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 from toys import algorithm_toy
 
-from sao_jax.algorithm import advantage, scans
+from sao_jax.algorithm import advantage, tokens
 
 SKIP = 99.0  # stands on observations, must never be read
 
@@ -118,7 +118,7 @@ def test_long_trajectory_keeps_the_digits_of_one_minus_lambda():
   mask, segments = np.ones(n, bool), np.ones(n, np.int32)
   rewards = np.zeros(n, np.float32)
   rewards[-1] = 1.0
-  gae = jax.jit(advantage.packed_gae)
+  gae = jax.jit(algorithm_toy.packed_advantages)
   exact = np.full(n, advantage.one_minus_lambda(n))
   first = gae(rewards, np.zeros(n, np.float32), mask, segments, one_minus_lam=exact)[0]
   np.testing.assert_allclose(first, (1 - 1 / (1.5 * n)) ** (n - 1), rtol=2e-6)
@@ -162,13 +162,9 @@ def test_shapes_that_would_broadcast_are_refused():
   """λ of shape [T, 1] must not silently become [T, T]."""
   x, mask, ones = jnp.zeros(3), jnp.ones(3, bool), jnp.ones(3, jnp.int32)
   # As in a run, where no type checker is around them.
-  packed_gae, packed_returns, gae = map(
-    inspect.unwrap, (advantage.packed_gae, advantage.packed_returns, advantage.skip_observation_gae)
-  )
+  packed_returns, gae = map(inspect.unwrap, (advantage.packed_returns, advantage.skip_observation_gae))
   with pytest.raises(AssertionError):
     packed_returns(x, x, mask, ones, one_minus_lam=jnp.zeros((3, 1)))
-  with pytest.raises((AssertionError, TypeError)):
-    packed_gae(x, x, mask, ones, one_minus_lam=jnp.zeros((3, 1)))
   with pytest.raises(AssertionError):
     gae(x, x[:2], mask, lam=0.5)
   with pytest.raises((ValueError, TypeError)):
@@ -183,9 +179,9 @@ def packed(rewards, values, mask, segments, one_minus_lam, bootstrap):
   """Advantages and targets of one packed row."""
   keywords = {"one_minus_lam": one_minus_lam, "gamma": 0.97, "bootstrap_values": bootstrap}
   return (
-    advantage.packed_gae(rewards, values, mask, segments, **keywords),
+    algorithm_toy.packed_advantages(rewards, values, mask, segments, **keywords),
     advantage.packed_returns(rewards, values, mask, segments, **keywords),
-    advantage.packed_gae(rewards, values, mask, segments, one_minus_lam=one_minus_lam),
+    algorithm_toy.packed_advantages(rewards, values, mask, segments, one_minus_lam=one_minus_lam),
   )
 
 
@@ -266,9 +262,9 @@ def test_closed_form(n, seed, lam, reward):
 def scan_whole_and_in_two(complements, offsets):
   """A reverse scan at once, and of two shards that exchange nothing but the first value of the right one."""
   cut = 10
-  right = scans.affine_scan(complements[cut:], offsets[cut:], reverse=True)
-  u, d = jax.lax.associative_scan(scans.compose, (complements[:cut], offsets[:cut]), reverse=True)
-  return scans.affine_scan(complements, offsets, reverse=True), jnp.concatenate([d + (1 - u) * right[0], right])
+  right = tokens.affine_scan(complements[cut:], offsets[cut:], reverse=True)
+  u, d = jax.lax.associative_scan(tokens.compose, (complements[:cut], offsets[:cut]), reverse=True)
+  return tokens.affine_scan(complements, offsets, reverse=True), jnp.concatenate([d + (1 - u) * right[0], right])
 
 
 @hypothesis.given(st.lists(trajectory, min_size=1, max_size=3))

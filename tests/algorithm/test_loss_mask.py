@@ -9,7 +9,8 @@ import numpy as np
 from toys import algorithm_toy as toy
 from toys.algorithm_toy import SINGLE, TOYS, assert_same, run
 
-from sao_jax.algorithm.targets import critic_advantages, sampled_tokens, trained_tokens, value_targets
+from sao_jax.algorithm.advantage import sao_advantages, value_targets
+from sao_jax.algorithm.tokens import sampled_tokens, trained_tokens
 from sao_jax.config import AlgorithmConfig
 
 CONFIG = AlgorithmConfig()
@@ -21,17 +22,17 @@ def test_the_others_keep_their_advantages():
   one = toy.random_toy(np.random.default_rng(0), mask=mask, reward=1.0, loss_mask=mask & ~old)
   batch = toy.pack([[one]], 6)
   values = jnp.array([[0.5, 0.6, 9.0, 9.0, 0.7, 0.0]], jnp.float32)  # state-aligned: of the token behind
-  advantages = critic_advantages(CONFIG, batch, values)
+  advantages = sao_advantages(CONFIG, batch, values)
   np.testing.assert_allclose(advantages, [[0, 0.359259, 0.333333, 0, 0, 0.3]], atol=1e-6)
   np.testing.assert_array_equal(value_targets(CONFIG, batch, None), [[0, 1, 1, 0, 0, 1]])
   assert trained_tokens(batch, "zero").tolist() == [[False, False, True, False, False, True]]
   assert sampled_tokens(batch).tolist() == [mask.tolist()]
   # As context it would shorten n to 2: λ = 2/3, and 0.1 + 2/3 · 0.3 = 0.3 on the second token.
-  as_context = critic_advantages(CONFIG, batch.replace(action_mask=batch.loss_mask), values)
+  as_context = sao_advantages(CONFIG, batch.replace(action_mask=batch.loss_mask), values)
   np.testing.assert_allclose(as_context, [[0, 0, 0.3, 0, 0, 0.3]], atol=1e-6)
   # And in the middle, where the reward passes through it: V = .6 keeps its place between .5 and .7.
   middle = batch.replace(loss_mask=jnp.asarray([mask & ~np.array([0, 0, 1, 0, 0, 0], bool)]))
-  np.testing.assert_allclose(critic_advantages(CONFIG, middle, values), advantages, atol=1e-6)
+  np.testing.assert_allclose(sao_advantages(CONFIG, middle, values), advantages, atol=1e-6)
 
 
 def test_both_losses_leave_them_out():
@@ -42,7 +43,7 @@ def test_both_losses_leave_them_out():
   batch = toy.pack([[t] for t in toys], 32)
   state, metrics = run(SINGLE, batch)
   outputs = np.asarray(toy.value_apply(toy.value_params(), batch))[..., 0]
-  logprobs = np.asarray(toy.policy_apply(toy.policy_params(), batch)[0])
+  logprobs = np.asarray(toy.policy_apply(toy.policy_params(), batch).logprobs)
   advantages, errors, terms, lags = [], [], [], []
   for row, t in enumerate(toys):
     length, trained = len(t.token_ids), t.loss_mask

@@ -13,9 +13,17 @@ import pytest
 from hypothesis import strategies as st
 
 from sao_jax.algorithm.policy_loss import dis_policy_loss, dis_weights, log_ratios
+from sao_jax.algorithm.reductions import masked_count, masked_sum
 
 REASONING = {"epsilon_low": 0.3, "epsilon_high": 5.0}
 CODING = {"epsilon_low": 0.8, "epsilon_high": 3.0}
+
+
+def mean_loss(logprobs, behavior_logprobs, advantages, mask, denominator=None, **epsilons):
+  """The token losses as the train step sums them: over the sampled tokens, divided by N."""
+  losses = dis_policy_loss(logprobs, behavior_logprobs, advantages, mask, **epsilons)
+  assert losses.shape == jnp.shape(mask)
+  return masked_sum(losses, mask) / jnp.maximum(masked_count(mask) if denominator is None else denominator, 1.0)
 
 
 def coefficients(ratios, advantages=1.0, mask=None, **epsilons):
@@ -23,7 +31,7 @@ def coefficients(ratios, advantages=1.0, mask=None, **epsilons):
   ratios = np.asarray(ratios, np.float32)
   mask = np.ones(ratios.shape, bool) if mask is None else np.array(mask, bool)
   advantages = np.broadcast_to(np.asarray(advantages, np.float32), ratios.shape)
-  loss = lambda logprobs: dis_policy_loss(logprobs, -np.log(ratios), advantages, mask, **epsilons)[0]
+  loss = lambda logprobs: mean_loss(logprobs, -np.log(ratios), advantages, mask, **epsilons)
   return -mask.sum() * np.asarray(jax.grad(loss)(jnp.zeros(ratios.shape, jnp.float32)))
 
 
@@ -91,20 +99,16 @@ def test_denominator_counts_rejected_tokens():
   np.testing.assert_allclose(kept.sum() / 4, 0.7, rtol=1e-6)
   ratios[0] = 0.69  # off the bound, where subtracting μ from log π may round either way
   logprobs = jnp.full(4, -1.0, jnp.float32)
-  loss, metrics = dis_policy_loss(
-    logprobs, logprobs - np.log(ratios), np.ones(4, np.float32), np.ones(4, bool), **REASONING
-  )
-  np.testing.assert_allclose(loss, 0.7, rtol=1e-6)
-  np.testing.assert_allclose(metrics["policy_loss"], (2.8, 4), rtol=1e-6)
-  np.testing.assert_allclose(metrics["rejected_low"], (1, 4))
-  np.testing.assert_allclose(metrics["rejected_high"], (1, 4))
+  arguments = logprobs, logprobs - np.log(ratios), np.ones(4, np.float32), np.ones(4, bool)
+  np.testing.assert_allclose(dis_policy_loss(*arguments, **REASONING), [0, 0.8, 2, 0], rtol=1e-6)
+  np.testing.assert_allclose(mean_loss(*arguments, **REASONING), 0.7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("extreme", [1000.0, 89.0, -1000.0, np.inf])
 def test_extreme_ratios_are_masked_before_exponentiating(extreme):
   """log ρ = [0, 1000]: coefficients [1, 0], not inf * 0."""
   log_ratio = jnp.array([0.0, extreme], jnp.float32)
-  loss = lambda logprobs: dis_policy_loss(logprobs, -log_ratio, jnp.ones(2), jnp.ones(2, bool), **REASONING)[0]
+  loss = lambda logprobs: mean_loss(logprobs, -log_ratio, jnp.ones(2), jnp.ones(2, bool), **REASONING)
   value, grads = jax.value_and_grad(loss)(jnp.zeros(2, jnp.float32))
   np.testing.assert_array_equal(-2 * grads, [1, 0])
   assert np.isfinite(value)
@@ -117,7 +121,7 @@ def test_unsampled_tokens_cannot_poison(poison):
   logprobs = jnp.array([-0.2, -0.3, -0.5, poison], jnp.float32)
   behavior = np.array([-0.1, -0.2, -0.4, poison], np.float32)
   advantages = np.array([1, -1, 2, poison], np.float32)
-  loss = lambda x: dis_policy_loss(x, behavior, advantages, mask, **REASONING)[0]
+  loss = lambda x: mean_loss(x, behavior, advantages, mask, **REASONING)
   value, grads = jax.value_and_grad(loss)(logprobs)
   assert np.isfinite(value)
   assert np.isfinite(grads).all()
@@ -137,28 +141,27 @@ def test_soft_mask_of_log_ratios():
 
 def test_nan_evidence_on_a_sampled_token_is_never_trained_and_shows():
   behavior = np.array([0.0, np.nan], np.float32)
-  loss = lambda x: dis_policy_loss(x, behavior, jnp.ones(2), jnp.ones(2, bool), **REASONING)
-  (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(jnp.zeros(2, jnp.float32))
-  np.testing.assert_array_equal(grads, [-0.5, 0])
-  assert np.isnan(metrics["delta_logprob"][0])
+  loss = lambda x: mean_loss(x, behavior, jnp.ones(2), jnp.ones(2, bool), **REASONING)
+  np.testing.assert_array_equal(jax.grad(loss)(jnp.zeros(2, jnp.float32)), [-0.5, 0])
+  delta = jnp.abs(log_ratios(jnp.zeros(2), behavior, jnp.ones(2, bool)))  # of which the metric is the mean
+  assert np.isnan(delta[1]) and delta[0] == 0
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4), (3, 2, 4)])
 def test_nothing_sampled(shape):
-  """Loss 0, gradients exactly 0, the same metric keys."""
+  """Loss 0, gradients exactly 0."""
   x, empty = jnp.full(shape, -1.0, jnp.float32), jnp.zeros(shape, bool)
-  loss = lambda logprobs: dis_policy_loss(logprobs, x * jnp.nan, x, empty, **REASONING)
-  (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(x)
+  loss = lambda logprobs: mean_loss(logprobs, x * jnp.nan, x, empty, **REASONING)
+  value, grads = jax.value_and_grad(loss)(x)
   assert value == 0
   np.testing.assert_array_equal(grads, 0)
-  assert metrics.keys() == dis_policy_loss(x, x, x, ~empty, **REASONING)[1].keys()
-  np.testing.assert_array_equal(list(metrics.values()), 0)
+  np.testing.assert_array_equal(dis_policy_loss(x, x * jnp.nan, x, empty, **REASONING), 0)
 
 
 def test_zero_advantage_is_not_a_mask():
   """A sampled token with Â = 0 counts in N."""
   zeros = jnp.zeros(2, jnp.float32)
-  loss = lambda x: dis_policy_loss(x, zeros, jnp.array([2.0, 0.0]), jnp.ones(2, bool), **REASONING)[0]
+  loss = lambda x: mean_loss(x, zeros, jnp.array([2.0, 0.0]), jnp.ones(2, bool), **REASONING)
   np.testing.assert_array_equal(jax.grad(loss)(zeros), [-1, 0])
 
 
@@ -166,9 +169,9 @@ def test_given_denominator_makes_parts_add_up():
   rng = np.random.default_rng(0)
   logprobs, behavior = rng.uniform(-2, 0, (2, 4, 6)).astype(np.float32)
   advantages, mask = rng.normal(size=(4, 6)).astype(np.float32), rng.random((4, 6)) < 0.6
-  loss = functools.partial(dis_policy_loss, **REASONING)
-  whole, _ = loss(logprobs, behavior, advantages, mask)
-  parts = [loss(logprobs[i], behavior[i], advantages[i], mask[i], denominator=int(mask.sum()))[0] for i in range(4)]
+  loss = functools.partial(mean_loss, **REASONING)
+  whole = loss(logprobs, behavior, advantages, mask)
+  parts = [loss(logprobs[i], behavior[i], advantages[i], mask[i], denominator=int(mask.sum())) for i in range(4)]
   np.testing.assert_allclose(sum(parts), whole, rtol=1e-6)
 
 
@@ -184,7 +187,7 @@ def test_gradient_equals_finite_differences_of_the_importance_weighted_objective
   one = jnp.ones((1,), jnp.float32)
 
   def loss(x):
-    return dis_policy_loss(softmax_policy(x) * one, behavior * one, advantage * one, one > 0, **REASONING)[0]
+    return mean_loss(softmax_policy(x) * one, behavior * one, advantage * one, one > 0, **REASONING)
 
   log_p = lambda x: x - math.log(math.exp(x) + 1)  # in double
   step = 1e-5
@@ -232,13 +235,13 @@ def test_ratios_are_formed_in_fp32():
   assert rounded.dtype == jnp.float32
   np.testing.assert_allclose(jnp.exp(rounded), 1.0, atol=0.065)
   assert abs(rounded + 0.02) > 0.01
-  loss, _ = dis_policy_loss(
+  losses = dis_policy_loss(
     logprob[None].astype(jnp.bfloat16), behavior[None], jnp.ones(1), jnp.ones(1, bool), **REASONING
   )
-  assert loss.dtype == jnp.float32
+  assert losses.dtype == jnp.float32
 
 
-_loss = jax.jit(lambda *args: jax.value_and_grad(lambda x: dis_policy_loss(x, *args[1:], **CODING)[0])(args[0]))
+_loss = jax.jit(lambda *args: jax.value_and_grad(lambda x: mean_loss(x, *args[1:], **CODING))(args[0]))
 
 
 @hypothesis.given(st.integers(0, 2**16), st.integers(1, 12), st.integers(0, 11))

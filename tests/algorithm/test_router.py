@@ -11,14 +11,14 @@ import numpy as np
 from toys import training_toy
 from toys.trajectories import make_trajectories
 
-from sao_jax.algorithm.router_metrics import router_metrics
+from sao_jax.algorithm.diagnostics import router_metrics
 from sao_jax.config import LoRAConfig
 from sao_jax.learner import setup
 from sao_jax.learner.batches import packed_batch
 from sao_jax.learner.packing import pack
+from sao_jax.models.critic import critic_params_from_policy
 from sao_jax.models.lora import merge_lora
 from sao_jax.models.router import router_bias_paths, update_router_bias
-from sao_jax.models.value import value_params_from_policy
 from sao_jax.types import RouterStatistics
 
 NAMES = ("entropy", "load_max", "idle_experts", "dropped", "replayed", "agreement")
@@ -97,7 +97,7 @@ def one_step(config, devices=None, *, empty=False):
   learner, step = learner_of(config, devices or tuple(jax.devices()[:1]))
   policy = setup.init_policy_params(learner, seed=0)
   merged = merge_lora(policy)
-  state = setup.make_state(learner, policy, value_params_from_policy(merged, config.model))
+  state = setup.make_state(learner, policy, critic_params_from_policy(merged, config.model))
   before = jax.device_get(state)
   batch = packed_batch(learner, with_experts(config, make_trajectories())).rows
   if empty:

@@ -210,33 +210,3 @@ def test_the_state_is_donated_and_the_step_compiles_once():
 def test_rows_that_micro_batches_do_not_divide_are_refused():
   with pytest.raises(ConfigError, match="algorithm.micro_batches"):
     run(dataclasses.replace(CONFIG, micro_batches=3))
-
-
-@pytest.mark.parametrize(
-  ("field", "value"),
-  [
-    ("epsilon_low", 0.0),
-    ("epsilon_low", 1.5),
-    ("epsilon_high", 0.0),
-    ("epsilon_high", float("nan")),
-    ("gamma", 1.1),
-    ("gamma", -0.1),
-    ("alpha", 0.5),
-    ("critic_lambda", 1.5),
-    ("value_updates", 0),
-    ("advantage_values", "during"),
-    ("truncation", "none"),
-    ("value_head", "linear"),
-    ("value_clip", -0.1),
-    ("micro_batches", 0),
-  ],
-)
-def test_settings_that_cannot_work_are_refused(field, value):
-  with pytest.raises(ConfigError, match=f"algorithm.{field}"):
-    toy.train_step.__wrapped__(dataclasses.replace(CONFIG, **{field: value}))
-
-
-@pytest.mark.parametrize("changes", [{"value_clip": 0.2}, {"value_bins": 5}, {"value_min": 1.0}])
-def test_hl_gauss_settings_that_cannot_work_are_refused(changes):
-  with pytest.raises(ConfigError, match="algorithm.value_"):
-    toy.train_step.__wrapped__(dataclasses.replace(CONFIG, value_head="hl_gauss", **changes))

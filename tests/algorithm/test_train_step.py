@@ -27,7 +27,7 @@ from toys.algorithm_toy import (
   run,
 )
 
-from sao_jax.algorithm.frozen import replace_leaves, trainable_leaves
+from sao_jax.algorithm.network import replace_leaves, trainable_leaves
 from sao_jax.config import AlgorithmConfig
 from sao_jax.types import TrainState
 
@@ -68,10 +68,10 @@ def reference_step(config: AlgorithmConfig, state: TrainState, toys: list[toy.To
   if config.whiten_advantages:
     advantages = [(a - flat.mean()) / flat.std() for a in advantages]
 
-  fixed_logprobs = np.asarray(toy.policy_apply(state.policy.params, batch)[0])
+  fixed_logprobs = np.asarray(toy.policy_apply(state.policy.params, batch).logprobs)
 
   def policy_loss(params):
-    logprobs, _ = toy.policy_apply(params, batch)
+    logprobs = toy.policy_apply(params, batch).logprobs
     total, rejected = 0.0, 0
     for row, (t, sampled) in enumerate(zip(toys, masks, strict=True)):
       ratios = np.exp(fixed_logprobs[row, sampled] - t.behavior_logprobs[sampled])
@@ -203,18 +203,18 @@ def test_metrics_of_a_batch():
   np.testing.assert_allclose(metrics["reward_mean"], (1.0 + 0.5 + 0.0) / 3)
   np.testing.assert_array_equal(metrics["lag_histogram"], [1, 1, 1, 0])
   assert metrics["lag_negative"] == 1  # version 3 at version 2: shown, not clamped
-  logprobs, entropy = toy.policy_apply(toy.policy_params(), toy.pack([toys], 32))
   batch = toy.pack([toys], 32)
-  delta = np.abs(logprobs - batch.behavior_logprobs)[0]
+  outputs = toy.policy_apply(toy.policy_params(), batch)
+  delta = np.abs(outputs.logprobs - batch.behavior_logprobs)[0]
   np.testing.assert_allclose(metrics["delta_logprob"], np.mean(delta[[1, 2, 4, 6]]), rtol=1e-5)
   np.testing.assert_allclose(metrics["delta_logprob_by_lag"], [delta[1], delta[2], delta[4], np.nan], rtol=1e-5)
-  np.testing.assert_allclose(metrics["entropy"], np.mean(entropy[0, [1, 2, 4, 6]]), rtol=1e-5)
+  np.testing.assert_allclose(metrics["entropy"], np.mean(outputs.entropy[0, [1, 2, 4, 6]]), rtol=1e-5)
   assert all(x.dtype == jnp.float32 for x in metrics.values())
 
 
 def test_lag_zero_with_the_same_weights_rejects_nothing():
   batch = toy.pack(SPREAD, 32)
-  logprobs, _ = toy.policy_apply(toy.policy_params(), batch)
+  logprobs = toy.policy_apply(toy.policy_params(), batch).logprobs
   batch = batch.replace(behavior_logprobs=jnp.where(batch.action_mask, logprobs, jnp.nan))
   _, metrics = run(rows=batch)
   assert metrics["rejected_low"] == metrics["rejected_high"] == 0

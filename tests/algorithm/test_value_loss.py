@@ -9,19 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sao_jax.algorithm.reductions import masked_sum
 from sao_jax.algorithm.value_loss import HLGaussHead, ScalarHead, ValueHead, make_value_head, value_loss
 from sao_jax.config import AlgorithmConfig
+
+
+def head_loss(head, outputs, targets, mask, old_values=None):
+  """The sum of the head's token losses over the sampled tokens, divided by their number."""
+  losses = head.losses(outputs, targets, mask, old_values)
+  assert losses.shape == mask.shape and losses.dtype == jnp.float32
+  return masked_sum(losses, mask) / max(int(np.sum(mask)), 1)
 
 
 def test_global_denominator():
   """Squared errors [1,1,1,1 | 9,9] in two micro-batches: 22/6 = 3.6667, not (1 + 9)/2 and not 1 + 9."""
   errors = np.sqrt(np.array([1, 1, 1, 1, 9, 9], np.float32))
   zeros, mask = np.zeros(6, np.float32), np.ones(6, bool)
-  parts = [value_loss(errors[s], zeros[s], mask[s], denominator=6)[0] for s in (slice(0, 4), slice(4, 6))]
+  parts = [masked_sum(value_loss(errors[s], zeros[s], mask[s]), mask[s]) / 6 for s in (slice(0, 4), slice(4, 6))]
   np.testing.assert_allclose(sum(parts), 22 / 6, rtol=1e-6)
-  loss, metrics = value_loss(errors, zeros, mask)
-  np.testing.assert_allclose(loss, 22 / 6, rtol=1e-6)
-  np.testing.assert_allclose(metrics["value_loss"], (22, 6), rtol=1e-6)
+  np.testing.assert_allclose(value_loss(errors, zeros, mask), [1, 1, 1, 1, 9, 9], rtol=1e-6)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
@@ -30,7 +36,7 @@ def test_unsampled_tokens_cannot_poison(head, poison):
   outputs = jnp.ones((3, head.num_outputs), jnp.float32).at[2].set(poison)
   targets, old = jnp.array([1.0, 0.0, poison]), jnp.array([0.5, 0.5, poison])
   mask = jnp.array([True, True, False])
-  loss = lambda x: head.loss(x, targets, mask, old_values=old)[0]
+  loss = lambda x: head_loss(head, x, targets, mask, old)
   value, grads = jax.value_and_grad(loss)(outputs)
   assert np.isfinite(value)
   assert np.isfinite(grads).all()
@@ -41,7 +47,7 @@ def test_unsampled_tokens_cannot_poison(head, poison):
 @pytest.mark.parametrize("head", [ScalarHead(), ScalarHead(clip=0.2), HLGaussHead(11, 0.0, 1.0)])
 def test_nothing_sampled(head):
   outputs, x, empty = jnp.ones((2, 3, head.num_outputs)), jnp.ones((2, 3)), jnp.zeros((2, 3), bool)
-  value, grads = jax.value_and_grad(lambda y: head.loss(y, x, empty, old_values=x)[0])(outputs)
+  value, grads = jax.value_and_grad(lambda y: head_loss(head, y, x, empty, x))(outputs)
   assert value == 0
   assert not grads.any()
 
@@ -56,7 +62,8 @@ def test_nothing_sampled(head):
   ],
 )
 def test_ppo_value_clip(value, old, target, loss, gradient):
-  fn = lambda v: value_loss(v, jnp.array([target]), jnp.array([True]), old_values=jnp.array([old]), clip=0.2)[0]
+  token_losses = lambda v: value_loss(v, jnp.array([target]), jnp.array([True]), old_values=jnp.array([old]), clip=0.2)
+  fn = lambda v: token_losses(v)[0]  # there is one token
   got, grads = jax.value_and_grad(fn)(jnp.array([value]))
   np.testing.assert_allclose(got, loss, rtol=1e-5)
   np.testing.assert_allclose(grads, [gradient], rtol=1e-5, atol=1e-6)
@@ -84,9 +91,9 @@ def test_hl_gauss_loss_is_least_at_the_target():
   head = HLGaussHead(21, 0.0, 1.0)
   target, mask = jnp.array([0.3]), jnp.array([True])
   fit = jnp.log(head.target_probabilities(target) + 1e-30)
-  loss, grads = jax.value_and_grad(lambda x: head.loss(x, target, mask)[0])(fit)
+  loss, grads = jax.value_and_grad(lambda x: head_loss(head, x, target, mask))(fit)
   np.testing.assert_allclose(grads, 0, atol=1e-5)
-  assert loss < head.loss(jnp.log(head.target_probabilities(target + 0.1) + 1e-30), target, mask)[0]
+  assert loss < head_loss(head, jnp.log(head.target_probabilities(target + 0.1) + 1e-30), target, mask)
 
 
 def test_returns_outside_the_range_are_counted():
@@ -96,7 +103,7 @@ def test_returns_outside_the_range_are_counted():
 
 
 @pytest.mark.parametrize("head", [ScalarHead, HLGaussHead])
-@pytest.mark.parametrize("method", ["values", "clips", "loss"])
+@pytest.mark.parametrize("method", ["values", "clips", "losses"])
 def test_heads_are_annotated_like_their_protocol(head, method):
   """Without annotations the type checker of the tests would pass them over."""
   assert inspect.signature(getattr(head, method)) == inspect.signature(getattr(ValueHead, method))

@@ -138,7 +138,7 @@ def test_suite_reports_real_and_model_of_every_point():
   compared = {name for name, value in results["points"][0].items() if isinstance(value, dict)}
   assert {"speedup", "trainer_idle", "slots_busy", "lag_mean", "lag_p95", "lag_max", "drop_rate"} < compared
   worst = min(results["points"], key=lambda point: point["speedup_over_model"])
-  assert results["worst_point"] == {name: worst[name] for name in loop_comparison.PLACE}
+  assert results["worst_point"] == {name: worst[name] for name in loop_comparison.POINT}
   assert results["speedup_over_model"]["worst"] == worst["speedup_over_model"]
   for record in (*results["points"], *results["faults"]):
     figures = suites.flatten(record)

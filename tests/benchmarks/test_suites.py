@@ -16,8 +16,8 @@ from launch import benchmark
 from sao_jax.benchmarks import generation, learning, recompilation, suites, timing
 from sao_jax.benchmarks.scale import FULL, QUICK
 from sao_jax.config import ModelConfig
-from sao_jax.learner import setup
-from sao_jax.models.value import frozen_value_paths
+from sao_jax.learner import placement
+from sao_jax.models.critic import frozen_critic_paths
 from sao_jax.training import loop
 
 
@@ -51,7 +51,7 @@ def test_flops_of_a_dense_model_by_hand():
   assert timing.decode_flops(SMALL) == 2 * (ATTENTION + feed_forward + head)
   everything = 2 * (ATTENTION + feed_forward) + head + value_head
   assert timing.train_flops(SMALL) == 6 * everything
-  assert timing.train_flops(SMALL, frozen_value_paths(SMALL)) == 6 * everything - 2 * ATTENTION
+  assert timing.train_flops(SMALL, frozen_critic_paths(SMALL)) == 6 * everything - 2 * ATTENTION
 
 
 def test_flops_of_experts_count_the_active_ones():
@@ -73,7 +73,7 @@ def test_the_workload_is_the_one_that_peers_were_measured_on():
 
 @pytest.fixture(autouse=True)
 def two_devices(monkeypatch):
-  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:2]))
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:2]))
 
 
 def check_numbers(results):
@@ -138,7 +138,7 @@ def test_rows_and_slots_are_rounded_up_to_the_devices():
 
 
 def test_rows_are_shared_by_as_many_devices_as_divide_them(monkeypatch):
-  monkeypatch.setattr(setup, "local_devices", lambda: ("a", "b", "c"))
+  monkeypatch.setattr(placement, "local_devices", lambda: ("a", "b", "c"))
   assert learning.sharing_devices(64) == ("a", "b")
   assert learning.sharing_devices(9) == ("a", "b", "c")
   assert learning.sharing_devices(5) == ("a",)

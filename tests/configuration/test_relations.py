@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import typing
 
 import pytest
 from absl import logging
 from toys import training_toy
 
-from sao_jax.config import AlgorithmConfig, ModelConfig, RunConfig
+from sao_jax.algorithm.train_step import ADVANTAGES
+from sao_jax.config import AlgorithmConfig, ModelConfig, RunConfig, SamplerConfig, Sizes
 from sao_jax.configuration import bounds, config_tree
-from sao_jax.configuration.relations import RULES, validate
+from sao_jax.configuration.relations import validate
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation.fixed_policy import check_prompts
+from sao_jax.models.lora import TARGETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +50,20 @@ class Incomplete:
 
 VALID = RunConfig(environment=Toy())
 
+# The bounds of all fields, by their kind, as config.py has them.
+ANNOTATIONS = {path: annotation for path, _, annotation in config_tree.leaves(VALID)}
+CHOICES = {path: typing.get_args(a) for path, a in ANNOTATIONS.items() if typing.get_origin(a) is typing.Literal}
+BOUNDED = {path: typing.get_args(a) for path, a in ANNOTATIONS.items() if typing.get_origin(a) is typing.Annotated}
+MINIMA = {path: int(interval[1:].split(",")[0]) for path, (kind, interval) in BOUNDED.items() if kind is int}
+INTERVALS = {path: interval for path, (kind, interval) in BOUNDED.items() if kind is float}
+SIZES = [path for path, annotation in ANNOTATIONS.items() if annotation == Sizes]
+
 
 def refused(overrides: dict, *, training: bool = True) -> ConfigError:
   config = config_tree.replace(VALID, overrides)
   with pytest.raises(ConfigError) as error:
     validate(config, training=training)
+  assert error.value.field in {*ANNOTATIONS, "environment"}
   return error.value
 
 
@@ -161,9 +173,9 @@ def test_unusual_but_sound(overrides):
   validate(config_tree.replace(VALID, overrides), training=True)
 
 
-@pytest.mark.parametrize("field", sorted(bounds.CHOICES))
+@pytest.mark.parametrize("field", sorted(CHOICES))
 def test_a_misspelt_name_gets_the_nearest(field):
-  choices = bounds.CHOICES[field]
+  choices = CHOICES[field]
   error = refused({field: choices[-1] + "x"})
   assert error.field == field
   assert f"Did you mean {choices[-1]!r}?" in error.remedy and all(repr(choice) in error.remedy for choice in choices)
@@ -172,34 +184,48 @@ def test_a_misspelt_name_gets_the_nearest(field):
       validate(config_tree.replace(VALID, {field: choice}), training=True)
 
 
-@pytest.mark.parametrize("field", sorted(bounds.MINIMA))
+def test_names_are_those_that_the_rooms_know():
+  assert CHOICES["algorithm.advantage"] == tuple(ADVANTAGES)
+  assert typing.get_args(typing.get_args(ANNOTATIONS["model.lora.targets"])[0]) == tuple(TARGETS)
+
+
+@pytest.mark.parametrize("field", sorted(MINIMA))
 def test_whole_numbers_below_their_minimum(field):
-  minimum = bounds.MINIMA[field]
+  minimum = MINIMA[field]
   error = refused({field: minimum - 1})
   assert error.field == field and str(minimum - 1) in error.problem and f"at least {minimum}" in error.remedy
 
 
-@pytest.mark.parametrize("field", sorted(bounds.INTERVALS))
+@pytest.mark.parametrize("field", sorted(INTERVALS))
 def test_numbers_outside_their_interval(field):
-  interval = bounds.INTERVALS[field]
+  interval = INTERVALS[field]
   low, high = (float(bound) for bound in interval[1:-1].split(","))
-  outside = [low - 0.1, math.nan, math.inf, *([low] if interval[0] == "(" else [])]
-  outside += [high + 0.1, *([high] if interval[-1] == ")" else [])] if high < math.inf else []
+  outside = [low - 0.1, math.nan, -math.inf, *([low] if interval[0] == "(" else [])]
+  outside += [high + 0.1, math.inf] if high < math.inf else []
+  outside += [high] if interval[-1] == ")" else []
   for value in outside:
     error = refused({field: value})
     assert error.field == field and interval in error.problem and interval in error.remedy
 
 
-@pytest.mark.parametrize("field", bounds.SIZES)
+def test_infinity_turns_off_what_may_be_turned_off():
+  """Everywhere else it is refused."""
+  allowed = {path for path, interval in INTERVALS.items() if interval.endswith("inf]")}
+  assert allowed == {"algorithm.epsilon_high", "algorithm.value_clip"}
+  validate(config_tree.replace(VALID, dict.fromkeys(allowed, math.inf)), training=True)
+
+
+@pytest.mark.parametrize("field", SIZES)
 def test_sizes(field):
   for wrong in [(0, 256), (-1,), ()]:
     error = refused({field: wrong})
     assert error.field == field and "as in (64, 128)" in error.remedy
 
 
-# What the rooms that use them check: sao_jax.configuration.relations and sao_jax.sampler.buckets.
-ELSEWHERE = {
-  "model.indexer_types": ("full", "shared"),
+# Values that their fields exclude, written out.
+EXCLUDED = {
+  "model.indexer_types": ("full", "sharde"),
+  "model.lora.targets": ("attention", "router"),
   "algorithm.epsilon_low": 1.3,
   "algorithm.epsilon_high": 0.0,
   "algorithm.gamma": 1.1,
@@ -216,13 +242,66 @@ ELSEWHERE = {
   "sampler.prefill_buckets": (),
   "sampler.window_buckets": (0,),
   "sampler.top_p": 0.0,
+  "sampler.top_k": -1,
+  "policy_optimizer.clip_norm": -1.0,  # 0: no clipping
+  "rollout.max_staleness": -2,
+  "rollout.sampler_devices": -1,
 }
 
 
-@pytest.mark.parametrize("field", sorted(ELSEWHERE))
-def test_the_checks_of_the_rooms_are_part_of_it(field):
-  error = refused({field: ELSEWHERE[field]})
+@pytest.mark.parametrize("field", sorted(EXCLUDED))
+def test_values_that_a_field_excludes(field):
+  error = refused({field: EXCLUDED[field]})
   assert error.field == field and error.problem and error.remedy
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"num_slots": 0},
+    {"context_length": 0},
+    {"decode_steps": 0},
+    {"decode_batch": 0},
+    {"prefill_batch": 0},
+    {"prefill_buckets": ()},
+    {"prefill_buckets": (0, 8)},
+    {"window_buckets": (-1,)},
+    {"kv_after_publish": "drop"},
+    {"top_p": 0.0},
+    {"top_k": -1},
+  ],
+  ids=str,
+)
+def test_sampler_sizes_that_cannot_work_are_refused(change):
+  with pytest.raises(ConfigError) as error:
+    bounds.check_bounds(dataclasses.replace(SamplerConfig(), **change), "sampler.")
+  assert error.value.field in {f"sampler.{name}" for name in change}
+  bounds.check_bounds(SamplerConfig(), "sampler.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounded:
+  """Annotations that an environment of one's own may have."""
+
+  limit: typing.Annotated[float, "(0, 1]"] | None = None
+  mode: typing.Literal["slow", "fast"] = "slow"
+  pair: tuple[typing.Annotated[float, "[0, inf)"], ...] = ()
+
+
+@pytest.mark.parametrize(
+  "field, inside, outside, problem",
+  [
+    ("limit", [None, 1, 0.5], [0.0, 2, math.nan], r"outside \(0, 1\]"),
+    ("mode", ["fast"], ["fats"], "there is no 'fats'"),
+    ("pair", [(), (0.0, 3)], [(1.0, -1.0)], r"-1.0 is outside \[0, inf\)"),
+  ],
+)
+def test_bounds_of_other_dataclasses(field, inside, outside, problem):
+  for value in inside:
+    bounds.check_bounds(config_tree.replace(Bounded(), {field: value}))
+  for value in outside:
+    with pytest.raises(ConfigError, match=problem):
+      bounds.check_bounds(config_tree.replace(Bounded(), {field: value}))
 
 
 @pytest.mark.parametrize(
@@ -238,15 +317,13 @@ def test_the_classification_head(overrides, field):
 
 def test_every_field_is_checked_or_free_on_purpose():
   """A new field must be given its bounds, or be listed here."""
-  free = {"name", "environment.name", "environment.vocab_size", "model.checkpoint", "rollout.sampler_devices"}
-  free |= {"algorithm.value_bins", "algorithm.value_min", "algorithm.value_max", "sampler.top_k"}  # tested above
-  free.add("model.lora.targets")  # tested above
+  free = {"name", "environment.name", "environment.vocab_size", "model.checkpoint"}
+  free |= {"algorithm.value_bins", "algorithm.value_min", "algorithm.value_max"}  # of one head alone: a relation
   free |= {f"mesh.{axis}" for axis in ("data", "fsdp", "expert", "tensor", "context")}  # make_mesh, with the devices
-  known = {*ELSEWHERE, *bounds.CHOICES, *bounds.MINIMA, *bounds.INTERVALS, *bounds.SIZES}
   fields = {path for path, value, _ in config_tree.leaves(VALID) if not isinstance(value, bool)}
-  assert fields - known == free
-  assert known <= fields
-  assert {rule.field for rule in RULES} <= {path for path, _, _ in config_tree.leaves(VALID)} | {"environment"}
+  of_tuples = {"model.lora.targets", "model.indexer_types", "sampler.window_buckets"}  # bounds of their entries
+  assert fields - {*CHOICES, *BOUNDED} == free | of_tuples
+  assert {*MINIMA, *INTERVALS, *SIZES} == {*BOUNDED}
 
 
 @pytest.mark.parametrize(
@@ -298,6 +375,19 @@ def test_an_environment_that_fails_or_hangs_does_not_stop_the_check_of_prompts()
 
   config = dataclasses.replace(training_toy.get_config(), environment=Spec())
   check_prompts(training_toy.replace(config, rollout={"environment_timeout": 0.01}))
+
+
+def test_a_critic_that_is_not_there_is_hinted_at(monkeypatch):
+  said = []
+  monkeypatch.setattr(logging, "warning", lambda message, *arguments: said.append(message % arguments))
+  validate(config_tree.replace(VALID, GRPO), training=True)
+  assert not said
+  validate(config_tree.replace(VALID, GRPO | {"algorithm.value_updates": 4}), training=True)
+  assert (
+    len(said) == 1
+    and "algorithm.value_updates will have no effect" in said[0]
+    and "algorithm.value_head" not in said[0]
+  )
 
 
 def test_dropping_tighter_than_admission_is_hinted_at(monkeypatch):

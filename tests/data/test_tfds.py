@@ -1,4 +1,4 @@
-"""Prompts from a TFDS data set: a tiny one, prepared here without TensorFlow."""
+"""Prompts from a TFDS data set: a tiny one, prepared without TensorFlow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
+from toys import tfds_toy
 
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.data.tfds_source import TFDSPrompts, json_value
@@ -15,28 +15,9 @@ from sao_jax.errors import ConfigError
 FIELDS = {"question": "text", "answer": "label", "tags": "tags"}
 
 
-class SaoTinyQuestions(tfds.core.GeneratorBasedBuilder):
-  """Ten questions."""
-
-  VERSION = tfds.core.Version("1.0.0")
-
-  def _info(self):
-    features = {"text": tfds.features.Text(), "label": np.int64, "tags": tfds.features.Sequence(tfds.features.Text())}
-    return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
-
-  def _split_generators(self, dl_manager):
-    return {"train": self._generate_examples()}
-
-  def _generate_examples(self):
-    for number in range(10):
-      yield number, {"text": f"{number} é?", "label": number, "tags": ["a", "b"]}
-
-
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
-  path = tmp_path_factory.mktemp("tfds")
-  SaoTinyQuestions(data_dir=path, file_format="array_record").download_and_prepare()
-  return path
+  return tfds_toy.prepare(tmp_path_factory.mktemp("tfds"))
 
 
 def test_examples_become_prompts_of_json_values(data_dir):

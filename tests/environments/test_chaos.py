@@ -16,7 +16,7 @@ from sao_jax.configuration import config_tree
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.environments.base import DemonstratingSpec
 from sao_jax.environments.calculator import Calculator
-from sao_jax.environments.wrappers import Chaos, Fault, Place
+from sao_jax.environments.wrappers import Chaos, Fault, FaultPlace
 from sao_jax.episode import PromptKey
 from sao_jax.errors import ConfigError
 from sao_jax.rollout import runner
@@ -52,28 +52,28 @@ def test_faults_come_at_their_rates_and_depend_on_seed_and_prompt_alone():
   for fault, name in RATES.items():
     assert counts[fault] / len(faults) == pytest.approx(getattr(chaos, name), rel=0.15)
   places = collections.Counter(fault[1] for fault in faults if fault)
-  assert set(places) == set(Place) and max(places.values()) < 1.1 * min(places.values())
+  assert set(places) == set(FaultPlace) and max(places.values()) < 1.1 * min(places.values())
   assert [chaos.fault(key(number)) for number in reversed(range(100))] == faults[99::-1]
   assert [chaos.fault(key(number, epoch=1)) for number in range(200)] != faults[:200]
   assert [dataclasses.replace(chaos, seed=4).fault(key(number)) for number in range(200)] != faults[:200]
   assert not any(Chaos(Fake()).fault(key(number)) for number in range(1000))
   only_step = Chaos(Fake(), raises=1.0, places=("step",))
-  assert {only_step.fault(key(number)) for number in range(100)} == {(Fault.RAISE, Place.STEP)}
+  assert {only_step.fault(key(number)) for number in range(100)} == {(Fault.RAISE, FaultPlace.STEP)}
 
 
-@pytest.mark.parametrize("place", Place)
+@pytest.mark.parametrize("place", FaultPlace)
 @pytest.mark.parametrize(
   "fault, reasons",
   [
-    (Fault.RAISE, dict.fromkeys(Place, UNKNOWN)),
-    (Fault.HANG, dict.fromkeys(Place, TIMEOUT)),
-    (Fault.SLOW, dict.fromkeys(Place)),
+    (Fault.RAISE, dict.fromkeys(FaultPlace, UNKNOWN)),
+    (Fault.HANG, dict.fromkeys(FaultPlace, TIMEOUT)),
+    (Fault.SLOW, dict.fromkeys(FaultPlace)),
     (
       Fault.GARBAGE,
-      dict.fromkeys(Place, "failed_environment/EnvironmentFailure")
-      | {Place.REWARD: "failed_infrastructure/GraderFailure"},
+      dict.fromkeys(FaultPlace, "failed_environment/EnvironmentFailure")
+      | {FaultPlace.REWARD: "failed_infrastructure/GraderFailure"},
     ),
-    (Fault.KILL, dict.fromkeys(Place, KILLED)),
+    (Fault.KILL, dict.fromkeys(FaultPlace, KILLED)),
   ],
 )
 @pytest.mark.parametrize("turns", [2, 99], ids=["ends", "is cut"])
@@ -104,7 +104,7 @@ def test_every_fault_in_every_place_has_its_outcome_and_the_place_comes_back(fau
   assert stats["submitted"] == 16 and stats["trained"] == 16 - len(failing)
   if failing:
     assert stats[reasons[place]] == len(failing)
-  retried = place is Place.RESET and fault is Fault.HANG or fault is Fault.KILL
+  retried = place is FaultPlace.RESET and fault is Fault.HANG or fault is Fault.KILL
   assert stats["retries"] == (len(failing) if retried else 0)
   assert stats["capacity"] == 16 and not sampler.open
 

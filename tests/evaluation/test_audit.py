@@ -13,7 +13,7 @@ from toys.trajectories import make_trajectories
 
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation import audit
-from sao_jax.learner import setup
+from sao_jax.learner import placement, sampler_side, setup
 from sao_jax.learner.packing import pack
 from sao_jax.models.policy import make_policy_apply
 from sao_jax.models.transformer import param_specs
@@ -30,7 +30,7 @@ def evidence():
   params = init_params(param_specs(MODEL), jax.random.key(0))
   params["head"] = 20.0 * params["head"]  # opinions strong enough that a temperature shows
   batch = jax.tree.map(jnp.asarray, pack(make_trajectories(), (32,), (16,)))
-  logprobs, _ = jax.jit(make_policy_apply(MODEL))(params, batch)
+  logprobs = jax.jit(make_policy_apply(MODEL))(params, batch).logprobs
   return params, batch.replace(behavior_logprobs=jnp.where(batch.action_mask, logprobs, jnp.nan))
 
 
@@ -56,10 +56,10 @@ def test_disagreement_is_refused_with_a_remedy(evidence, fault):
 
 
 def test_a_run_whose_sampler_has_other_weights_trains_no_step(tmp_path, monkeypatch):
-  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
 
   def make_wrong_publisher(learner):
-    publish = setup.make_publisher(learner)
+    publish = sampler_side.make_publisher(learner)
 
     def publish_wrong(params):
       published = publish(params)
@@ -77,7 +77,7 @@ def test_publishing_to_a_bf16_sampler_keeps_what_is_read_in_fp32():
   config = training_toy.replace(training_toy.get_config(), model={"dtype": "bfloat16"})
   learner = setup.make_learner(config, tuple(jax.devices()[:1]))
   learner = dataclasses.replace(learner, config=config)
-  published = setup.make_publisher(learner)(setup.init_policy_params(learner, 0))
+  published = sampler_side.make_publisher(learner)(setup.init_policy_params(learner, 0))
   fp32 = {
     path_name(path)
     for path, leaf in jax.tree_util.tree_leaves_with_path(published)

@@ -13,14 +13,14 @@ from toys import training_toy
 from sao_jax.evaluation import pinned
 from sao_jax.evaluation.heldout import evaluate
 from sao_jax.interrupt import Interrupt, Interrupted
-from sao_jax.learner import setup
+from sao_jax.learner import placement, sampler_side, setup
 from sao_jax.report.metrics import read_metrics
 from sao_jax.training import loop, phases
 
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
 
 
 def make_config(**training):
@@ -129,7 +129,7 @@ def test_an_interruption_while_training_waits_for_an_evaluation(tmp_path, monkey
 def test_a_split_with_fewer_prompts_is_used_once_and_that_is_logged(caplog):
   config = training_toy.replace(make_config(), evaluation={"prompts": 100})
   learner = setup.make_learner(config)
-  found = evaluate(config, setup.make_publisher(learner)(setup.init_policy_params(learner, 0)), 0)
+  found = evaluate(config, sampler_side.make_publisher(learner)(setup.init_policy_params(learner, 0)), 0)
   assert found.success.trials == 64
   assert sum("has 64 prompts, not evaluation.prompts=100" in message for message in caplog.messages) == 1
 

@@ -9,6 +9,7 @@ import pytest
 from sao_jax.config import ModelConfig, YarnConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families import FAMILIES, family_of_fields, family_of_model, from_hf_config
+from sao_jax.huggingface.families.family import SHAPE, shape_of
 from sao_jax.huggingface.published import PUBLISHED, active_params, kv_bytes_per_token, size_table, total_params
 
 # As published: https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json and so on.
@@ -101,6 +102,25 @@ FOLDERS = {"Qwen3-0.6B": QWEN3, "Qwen3-30B-A3B": QWEN3_MOE, "GLM-4.5-Air": GLM}
 
 def replaced(fields, **changes):
   return {name: value for name, value in (fields | changes).items() if value is not ...}
+
+
+# The fields of ModelConfig that a folder does not decide.
+CHOICES_OF_A_RUN = ("dtype", "param_dtype", "remat", "moe_implementation", "lora", "checkpoint")
+
+
+def test_every_field_of_a_model_is_the_folders_or_the_runs():
+  """A field in neither list would never be compared with a folder; a run's choice in SHAPE would be overwritten."""
+  assert sorted(SHAPE + CHOICES_OF_A_RUN) == sorted(field.name for field in dataclasses.fields(ModelConfig))
+
+
+def test_the_shape_of_a_dense_model_does_not_depend_on_fields_of_experts():
+  """And that of a model with experts does."""
+  changed = {"num_experts_per_token": 5, "d_ff_expert": 7, "d_ff_shared": 3, "num_dense_layers": 1}
+  changed |= {"renormalize_router": False, "router": "sigmoid", "num_expert_groups": 2, "num_groups_per_token": 2}
+  changed |= {"routed_scaling": 2.0}
+  assert shape_of(ModelConfig(**changed)) == shape_of(ModelConfig())
+  shape, default = shape_of(ModelConfig(num_experts=8, **changed)), shape_of(ModelConfig(num_experts=8))
+  assert {name for name in SHAPE if shape[name] != default[name]} == changed.keys()
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -19,8 +19,8 @@ from sao_jax.huggingface.folder import HFFolder, is_hf_folder
 from sao_jax.huggingface.load import import_policy, load_leaf, load_leaves
 from sao_jax.huggingface.safetensors_file import read_header
 from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import make_mesh
-from sao_jax.parallel.params import param_shardings
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -37,7 +37,7 @@ def test_sharded_on_a_mesh(tmp_path):
   specs = param_specs(hf_toy.GLM)
   loaded = load_leaves(folder, folder.family.tensor_table(hf_toy.GLM, specs), specs, mesh)
   assert_same(loaded, params)
-  shardings = param_shardings(specs, mesh)
+  shardings = Layout(mesh).param_shardings(specs)
   jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(str(sharding)), loaded, shardings)
   assert folder.bytes_read == sum(tensor.num_bytes for tensor in folder.tensors.values())
 
@@ -47,7 +47,7 @@ def test_a_process_reads_its_own_bytes_only(tmp_path, monkeypatch):
   folder, _ = hf_toy.make_folder(tmp_path / "a", hf_toy.DENSE)
   mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
   specs = param_specs(hf_toy.DENSE)
-  spec, sharding = (tree["dense_layers"]["mlp"]["up"] for tree in (specs, param_shardings(specs, mesh)))
+  spec, sharding = (tree["dense_layers"]["mlp"]["up"] for tree in (specs, Layout(mesh).param_shardings(specs)))
   table = folder.family.tensor_table(hf_toy.DENSE, specs)
   everything = type(sharding).addressable_devices_indices_map
   mine = lambda self, shape: dict(list(everything(self, shape).items())[:1])

@@ -48,7 +48,7 @@ def test_the_folder_decides_the_shape(folder):
 
 
 def test_the_command_line(folder, tmp_path):
-  argv = ["train", "--config=tests/training_toy.py", f"--workdir={tmp_path}"]
+  argv = ["train", "--config=tests/toys/training_toy.py", f"--workdir={tmp_path}"]
   argv.append(f"--config.model.checkpoint={folder[0].path}")
   config, _ = _flags.parse([*argv, "--config.model.dtype=bfloat16"], flag_values=_flags.flags.FlagValues())
   assert config.model.tie_embeddings and config.model.d_model == TIED.d_model and config.model.dtype == "bfloat16"

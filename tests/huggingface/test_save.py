@@ -1,4 +1,4 @@
-"""Writing folders: what is in them, what is kept of the folder a model came from, and value networks."""
+"""Writing folders: what is in them, what is kept of the folder a model came from, and critics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from toys import hf_toy
 from sao_jax.config import MeshConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import HFFolder
-from sao_jax.huggingface.load import import_policy, import_value
-from sao_jax.huggingface.save import export_policy, export_value
+from sao_jax.huggingface.load import check_tensors, import_policy, load_leaves
+from sao_jax.huggingface.safetensors_file import read_header
+from sao_jax.huggingface.save import export_critic, export_policy
+from sao_jax.models.critic import critic_params_from_policy, critic_specs
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_params_from_policy
+from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import make_mesh
-from sao_jax.parallel.params import param_shardings
 
 # What a folder holds beside the policy: one more layer in FP8, with its scales.
 BEYOND = {
@@ -45,7 +47,7 @@ def test_from_a_mesh_in_several_files(tmp_path):
   """Shards are gathered tensor by tensor; the files are those of one device."""
   folder, params = hf_toy.make_folder(tmp_path / "a", GLM, shard_bytes=3000)
   mesh = make_mesh(MeshConfig(fsdp=1, expert=2, tensor=2), jax.devices()[:4])
-  sharded = jax.device_put(params, param_shardings(param_specs(GLM), mesh))
+  sharded = jax.device_put(params, Layout(mesh).param_shardings(param_specs(GLM)))
   export_policy(sharded, GLM, tmp_path / "b", shard_bytes=3000)
   names = sorted(path.name for path in folder.path.iterdir())
   assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
@@ -85,24 +87,20 @@ def test_nothing_is_overwritten(tmp_path):
   assert not (tmp_path / "b").exists()
 
 
-def test_value_networks(tmp_path):
-  """The policy's format without a language-model head, and a file with the head: all of it comes back."""
+def test_critics(tmp_path):
+  """The policy's format without a language-model head, and a file with the value head: all of it is there."""
   policy = hf_toy.random_params(hf_toy.DENSE)
-  params = value_params_from_policy(policy, hf_toy.DENSE, 3, "normal", jax.random.key(1))
-  export_value(params, hf_toy.DENSE, tmp_path / "a")
+  params = critic_params_from_policy(policy, hf_toy.DENSE, 3, "normal", jax.random.key(1))
+  export_critic(params, hf_toy.DENSE, tmp_path / "a")
   folder = HFFolder(tmp_path / "a")
   assert folder.fields["architectures"] == ["Qwen3Model"]
   assert "lm_head.weight" not in folder.tensors and "value_head.weight" not in folder.tensors
-  loaded = import_value(tmp_path / "a", hf_toy.DENSE, 3)
+  specs = critic_specs(hf_toy.DENSE, 3)
+  del specs["value_head"]
+  check_tensors(folder, hf_toy.DENSE, specs)
+  loaded = load_leaves(folder, folder.family.tensor_table(hf_toy.DENSE, specs), specs, None)
+  head = read_header(tmp_path / "a" / "value_head.safetensors")["value_head.weight"].read()
+  loaded["value_head"] = jnp.asarray(head.T)
   assert loaded.keys() == params.keys() and same(loaded, params)
-  with pytest.raises(ConfigError, match=r"one of shape \(3, 16\), expected \(1, 16\)"):
-    import_value(tmp_path / "a", hf_toy.DENSE)
   with pytest.raises(ConfigError, match="Qwen3Model.* not a Qwen3ForCausalLM"):
     import_policy(tmp_path / "a", hf_toy.DENSE)
-
-
-def test_a_language_model_head_is_no_value_head(tmp_path):
-  """G7, also where it has as many rows as the value network has outputs."""
-  folder, _ = hf_toy.make_folder(tmp_path / "a", hf_toy.DENSE)
-  with pytest.raises(ConfigError, match=r"has no value_head\.safetensors"):
-    import_value(folder.path, hf_toy.DENSE, hf_toy.DENSE.vocab_size)

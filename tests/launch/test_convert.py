@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
-from toys import hf_toy
+from toys import hf_toy, processes
 from toys.paths import REPOSITORY
 
 
 def run(*flags):
   command = [sys.executable, "-m", "launch.convert_hf", *flags]
-  environment = dict(os.environ, XLA_FLAGS="")
-  result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+  result = subprocess.run(
+    command, cwd=REPOSITORY, env=processes.environment(), capture_output=True, text=True, timeout=300
+  )
   return result.returncode, result.stdout + result.stderr
 
 

@@ -14,13 +14,15 @@ from toys.paths import REPOSITORY
 
 from launch import _flags
 from sao_jax.config import AlgorithmConfig, RunConfig
-from sao_jax.configuration import config_tree
+from sao_jax.configuration import config_tree, listing
 from sao_jax.errors import ConfigError
 
 CONFIG = """
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from sao_jax.config import RolloutConfig, RunConfig
 from sao_jax.data.tokenizer import ByteTokenizer
@@ -38,7 +40,8 @@ class Toy:
   operands: int = 3
   scale: float = 1.0
   strict: bool = True
-  limit: float | None = None
+  limit: float | None = None  # of nothing
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   inner: Inner = Inner()
 
   def tokenizer(self):
@@ -97,6 +100,12 @@ def test_without_overrides_the_file_decides(config_file):
     ("--config.environment.operands=5", "environment.operands", 5),
     ("--config.environment.scale=2", "environment.scale", 2.0),
     ("--config.environment.limit=2", "environment.limit", 2.0),
+    ("--config.environment.limit=None", "environment.limit", None),
+    ("-config.training.audit=F", "training.audit", False),
+    ("--config.algorithm.truncation=mask", "algorithm.truncation", "mask"),
+    ("--config.model.lora.targets=('mlp',)", "model.lora.targets", ("mlp",)),
+    ("--config.rollout.row_lengths=[64, 256]", "rollout.row_lengths", (64, 256)),
+    ("--config.algorithm.epsilon_high=inf", "algorithm.epsilon_high", float("inf")),
     ("--config.environment.inner.tries=9", "environment.inner.tries", 9),
     ("--config.environment.inner.names=('x', 'y')", "environment.inner.names", ("x", "y")),
     ("--seed=11", "training.seed", 11),
@@ -107,6 +116,11 @@ def test_an_override_changes_that_field_alone(config_file, argument, path, value
   assert config_tree.get(config, path) == value and type(config_tree.get(config, path)) is type(value)
   changed = {change[0] for change in config_tree.differences(config_tree.to_json(default), config_tree.to_json(config))}
   assert changed <= {path}
+
+
+def test_a_mapping_is_replaced_as_a_whole(config_file):
+  options = parse(config_file, "--config.environment.options={'a': 1}", "--config.environment.options={'b': [2]}")
+  assert options.environment.options == {"b": [2]}
 
 
 def test_overrides_add_up_and_the_last_one_wins(config_file):
@@ -145,7 +159,11 @@ def test_an_unknown_field_is_refused_with_the_nearest_names(config_file, argumen
     ("--config.algorithm.epsilon_low=much", "algorithm.epsilon_low", "'much'", "expected float", "as in 0.3"),
     ("--config.training.steps=1.5", "training.steps", "'1.5'", "expected int", "whole number"),
     ("--config.training.steps=1e3", "training.steps", "'1e3'", "expected int", "whole number"),
-    ("--config.training.steps", "training.steps", "", "", ""),
+    ("--config.training.steps", "training.steps", "no value", "", "--config.training.steps=VALUE"),
+    ("--noconfig.training.steps", "training.steps", "true or false", "", "--config.training.steps=VALUE"),
+    ("--noconfig.training.audit=true", "training.audit", "to false", "", "--config.training.audit=VALUE"),
+    ("--config.rollout.row_lengths=", "rollout.row_lengths", "''", "tuple of int", "(1, 2)"),
+    ("--config.environment.options=[1]", "environment.options", "[1]", "expected Mapping", "Mapping"),
     ("--config.training.audit=maybe", "training.audit", "'maybe'", "expected true or false", "true or false"),
     ("--config.rollout.row_lengths=(64, 'x')", "rollout.row_lengths", "(64, 'x')", "tuple of int", "(1, 2)"),
     ("--config.rollout.row_lengths=long", "rollout.row_lengths", "'long'", "tuple of int", "(1, 2)"),
@@ -198,7 +216,7 @@ def test_flags_that_are_missing_or_unknown(config_file, argv, field, remedy):
     (
       "a.py",
       CONFIG.replace("environment=Toy()", "environment=Toy(frequency=2)"),
-      r"(?s)Toy.frequency: there is no such field.*Its fields are name, operands, scale, strict, limit, inner\.",
+      r"(?s)Toy.frequency: there is no such field.*Its fields are name, operands, scale, strict, limit, options, in",
     ),
   ],
 )
@@ -309,3 +327,68 @@ def test_help_needs_no_config(tmp_path):
   text = done.stdout + done.stderr
   assert "--workdir" in text and "--seed" in text and "--config" in text and "--[no]fail" in text
   assert "Traceback" not in text
+  for path, value, _ in config_tree.leaves(RunConfig(environment=None)):
+    assert f"  {path} = {value!r}" in text
+
+
+def test_help_lists_the_fields_of_a_config_with_types_bounds_values_and_comments(config_file, tmp_path):
+  done = launch(tmp_path, f"--config={config_file}", "--help", "--config.training.steps=5")
+  assert "Traceback" not in done.stderr and "--[no]fail" in done.stdout
+  fields = done.stdout[done.stdout.index("Fields of --config") :].splitlines()
+  assert max(map(len, fields)) <= listing.WIDTH
+  wanted = {  # what follows a field on its line, and on the next one
+    "name = 'toy run'": ("str", ""),
+    "environment.limit = None": ("float or None", "of nothing"),
+    "environment.inner.names = ('a', 'b')": ("a tuple of str", ""),
+    "model.lora.targets = ('attention', 'mlp')": ("a tuple of attention | mlp", "mlp: feed-forward layers"),
+    "algorithm.epsilon_low = 0.3": ("float in (0, 1]", "deltas, not bounds"),
+    "algorithm.truncation = 'zero'": ("zero | bootstrap | mask", "what follows a trajectory that was cut"),
+    "rollout.batch_size = 64": ("int in [1, inf)", "trajectories per train step"),
+    "training.audit = True": ("true or false", "compare sampler and learner"),
+  }
+  for assignment, (kind, comment) in wanted.items():
+    (index,) = (i for i, line in enumerate(fields) if line.startswith(f"  {assignment} "))
+    assert fields[index].removeprefix(f"  {assignment}").strip() == kind
+    assert fields[index + 1].strip().startswith(comment)
+
+
+def test_comments_are_those_of_the_source():
+  assert listing.comments(RunConfig) == dict.fromkeys(config_tree.annotations(RunConfig(environment=None)), "")
+  assert listing.comments(AlgorithmConfig)["critic_warmup_steps"] == "critic-only steps at the start of RL"
+  assert listing.comments(dataclasses.make_dataclass("Unwritten", ["a"])) == {}
+
+
+def program(name, *arguments):
+  """A launcher of the project, from its command line to its end."""
+  return subprocess.run(
+    [sys.executable, "-m", f"launch.{name}", *arguments],
+    cwd=REPOSITORY, env=dict(os.environ, XLA_FLAGS=""), capture_output=True, text=True, timeout=120,
+  )  # fmt: skip
+
+
+def test_the_configuration_is_printed_and_what_changed_is_marked(config_file):
+  done = program("config", f"--config={config_file}", "--config.algorithm.epsilon_low=0.5", "--seed=0")
+  assert done.returncode == 0 and not done.stderr, done.stderr
+  lines = done.stdout.splitlines()
+  assert [line.split()[1] for line in lines if line.startswith("*")] == ["algorithm.epsilon_low"]
+  index = next(i for i, line in enumerate(lines) if line.startswith("*"))
+  assert "= 0.5 " in lines[index] and lines[index + 1].strip() == "was 0.3"
+  refused = program("config", f"--config={config_file}", "--config.sampler.top_k=3")
+  assert refused.returncode == 2 and refused.stderr.startswith("error: sampler.top_k: training with top_k=3")
+  assert "* sampler.top_k = 3" in refused.stdout
+
+
+@pytest.mark.parametrize("name", ["sft", "pretrain_value", "train", "replay"])
+def test_a_program_validates_once(tmp_path, name):
+  """One that ends at a mesh that does not fit has validated before; what is probably not meant is said once."""
+  flags_of_it = ("--config=tests/toys/training_toy.py", f"--workdir={tmp_path}", "--config.mesh.tensor=3")
+  done = program(name, *flags_of_it, "--config.rollout.max_staleness=0")
+  assert done.returncode == 2 and "error: mesh" in done.stderr, done.stderr
+  assert done.stderr.count("is below rollout.admission_staleness") == 1
+
+
+def test_what_only_training_refuses_is_refused_before_anything_is_written(tmp_path):
+  flags_of_it = ("--config=tests/toys/training_toy.py", f"--workdir={tmp_path}", "--config.sampler.top_p=0.9")
+  done = program("train", *flags_of_it)
+  assert done.returncode == 2 and "error: sampler.top_p" in done.stderr, done.stderr
+  assert list(tmp_path.iterdir()) == []

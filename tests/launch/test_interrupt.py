@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from toys.paths import REPOSITORY
+from toys import processes
+from toys.paths import REPOSITORY, TESTS
 
 DEADLINE = 120.0  # seconds; only a hang takes as long
 
@@ -41,7 +41,7 @@ def get_config():
 
 def start(folder, program, *flags, on_interrupt=signal.SIG_DFL):
   """A program in `folder` that has made the file `mark`; what starts the tests may have had SIGINT ignored."""
-  environment = dict(os.environ, XLA_FLAGS="", PYTHONPATH=f"{REPOSITORY}:{REPOSITORY / 'tests'}")
+  environment = processes.environment(PYTHONPATH=f"{REPOSITORY}:{TESTS}")
   command = [sys.executable, "-m", f"launch.{program}", *flags]
   # Set by a process in between: what `preexec_fn` runs in a copy of this one, with its many threads, may never return.
   between = f"import os, signal, sys; signal.signal(signal.SIGINT, signal.{on_interrupt.name}); "

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from toys import processes
 from toys.paths import REPOSITORY
 
 from sao_jax.report.metrics import read_metrics
 
-COMMON = ("--config=tests/training_toy.py", "--config.algorithm.critic_warmup_steps=1")
+COMMON = ("--config=tests/toys/training_toy.py", "--config.algorithm.critic_warmup_steps=1")
 
 
 def start(program, workdir, *flags):
-  environment = dict(os.environ, XLA_FLAGS="")  # one device, as at home
   command = [sys.executable, "-m", f"launch.{program}", f"--workdir={workdir}", *COMMON, *flags]
   return subprocess.Popen(
-    command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    command, cwd=REPOSITORY, env=processes.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
   )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from toys import training_toy
 
-from sao_jax.learner import setup
+from sao_jax.learner import placement, sampler_side
 from sao_jax.sampler.engine import Engine
 from sao_jax.training import loop
 
@@ -17,7 +17,7 @@ def test_placement_split_trains_on_some_devices_and_samples_on_others(tmp_path, 
     mesh={"data": 1, "fsdp": 2, "expert": 2},
     training={"steps": 2},
   )
-  devices = setup.place(config)
+  devices = placement.place(config)
   assert not set(devices.learner) & set(devices.sampler)
   engines = []
 
@@ -25,7 +25,7 @@ def test_placement_split_trains_on_some_devices_and_samples_on_others(tmp_path, 
     engines.append(Engine(params, *arguments, **options))
     return engines[-1]
 
-  monkeypatch.setattr(placement, "Engine", keep_engine)
+  monkeypatch.setattr(sampler_side, "Engine", keep_engine)
   result = loop.train(config, tmp_path)
   assert int(result.state.policy_version) == 2
   for leaf in jax.tree.leaves(result.state):

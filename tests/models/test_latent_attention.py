@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from toys import latent_toy as toy
 
-from sao_jax.models.attention import grouped_attention, packed_causal_mask, rowwise_attention
-from sao_jax.models.latent_attention import absorb, absorbed_values, expand, latent_keys, latent_queries
+from sao_jax.models.attention.latent import absorb, absorbed_values, expand, latent_keys, latent_queries
+from sao_jax.models.attention.packed import grouped_attention, packed_causal_mask, rowwise_attention
+from sao_jax.models.attention.sparse import index_scores, is_full, select_top_k
 from sao_jax.models.rope import rope_table
-from sao_jax.models.sparse_attention import index_scores, is_full, select_top_k
 
 run = jax.jit(toy.run_layer, static_argnames="config")
 
@@ -139,7 +139,7 @@ def test_index_scores_are_the_weighted_sum_of_rectified_products(monkeypatch):
   expected = np.einsum("bti,btis->bts", weights, np.maximum(np.einsum("btih,bsh->btis", queries, keys), 0))
   arrays = [jnp.asarray(x, jnp.float32) for x in (queries, weights, keys)]
   np.testing.assert_allclose(index_scores(*arrays), expected, atol=1e-5)
-  monkeypatch.setattr("sao_jax.models.sparse_attention.QUERIES_AT_A_TIME", 2)  # a block that does not divide 5
+  monkeypatch.setattr("sao_jax.models.attention.sparse.QUERIES_AT_A_TIME", 2)  # a block that does not divide 5
   np.testing.assert_allclose(index_scores(*arrays), expected, atol=1e-5)
 
 

@@ -8,19 +8,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from toys import latent_toy as toy
 from toys.sharding_toy import loss_and_gradients, make_batch
 
 from sao_jax.config import MeshConfig
-from sao_jax.models.latent_attention import latent_attention, packed_latent_attend
+from sao_jax.models.attention.latent import latent_layer, packed_latent_attend
 from sao_jax.models.linear import feed_forward, rms_norm
-from sao_jax.models.policy import attend_within_segments
 from sao_jax.models.rope import rope_table
 from sao_jax.models.transformer import param_specs, trunk
+from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
-from sao_jax.parallel.params import init_params, param_shardings
-from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.parallel.params import init_params
 
 # The second layer, the first of the expert layers, reads what the dense one before them chose.
 SHARED = dataclasses.replace(
@@ -33,7 +31,7 @@ POSITIONS = jnp.asarray([range(toy.LENGTH), [*range(4), *range(9)]], jnp.int32)
 
 @functools.partial(jax.jit, static_argnames="config")
 def hidden_of(params, config):
-  return trunk(params, config, IDS, POSITIONS, attend=attend_within_segments(config, SEGMENTS))[0]
+  return trunk(params, config, IDS, POSITIONS, attend=packed_latent_attend(config, SEGMENTS))[0]
 
 
 def test_indexers_are_a_stack_of_their_own():
@@ -54,9 +52,9 @@ def one_layer(layer, indexers, x, selection, config):
   """A dense layer, the first of its model. Returns the next hidden states and its selection."""
   table = rope_table(POSITIONS, config.qk_rope_head_dim, config.rope_theta)
   normed = rms_norm(x, layer["attention_norm"], config.rms_norm_eps)
-  out, _, selection = latent_attention(
-    layer["attention"], normed, table, config, packed_latent_attend(SEGMENTS, config), jnp.int32(0), None,
-    indexers=indexers, selection=selection,
+  out, _, selection = latent_layer(
+    layer["attention"], normed, table, config, packed_latent_attend(config, SEGMENTS), jnp.int32(0), None,
+    common={"indexer_layers": indexers}, passed=selection,
   )  # fmt: skip
   x = x + out
   return x + feed_forward(layer["mlp"], rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)), selection
@@ -97,8 +95,9 @@ def test_sharded_equals_one_device():
   params = jax.tree.map(lambda x: x + 0.1 * jnp.sin(x * 1e4), init_params(specs, jax.random.key(0)))
   expected = loss_and_gradients("policy", config, None)(params, make_batch())
   mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
-  check_mesh_divides_model(mesh, specs)
-  batch = jax.device_put(make_batch(), NamedSharding(mesh, DEFAULT_RULES.spec("batch", "sequence")))
-  sharded = jax.device_put(params, param_shardings(specs, mesh))
+  layout = Layout(mesh)
+  check_mesh_divides_model(layout, specs)
+  batch = jax.device_put(make_batch(), layout.sharding("batch", "sequence"))
+  sharded = jax.device_put(params, layout.param_shardings(specs))
   got = loss_and_gradients("policy", config, mesh)(sharded, batch)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)

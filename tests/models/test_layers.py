@@ -12,7 +12,8 @@ import pytest
 from toys.transformer_toy import IDS, MOE, POSITIONS, SEGMENTS, SMALL, logits_of, random_params
 
 from sao_jax.models import transformer
-from sao_jax.models.attention import grouped_attention, packed_attend, packed_causal_mask
+from sao_jax.models.attention.grouped import packed_attend
+from sao_jax.models.attention.packed import grouped_attention, packed_causal_mask
 from sao_jax.models.transformer import param_specs, trunk
 from sao_jax.parallel.params import abstract_params
 
@@ -33,9 +34,9 @@ def logits_and_gradients(params, config):
 def loops_over_layers(params, config):
   """Lengths of the loops over layers that are really loops: the trips of each in the compiled program's source."""
   jaxpr = jax.make_jaxpr(lambda params: logits_of(params, config, IDS, POSITIONS, SEGMENTS))(params)
-  scans = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+  tokens = [eqn.params for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
   stacks = [params[name]["mlp_norm"].shape[0] for name in ("dense_layers", "moe_layers") if name in params]
-  return [p["length"] for p in scans if p["length"] in stacks and p["unroll"] < p["length"]]
+  return [p["length"] for p in tokens if p["length"] in stacks and p["unroll"] < p["length"]]
 
 
 @pytest.mark.parametrize("config", [DEEP, DEEP_MOE], ids=["dense", "moe behind a dense layer"])

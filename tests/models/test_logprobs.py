@@ -104,7 +104,7 @@ def test_logits_of_the_whole_batch_are_never_built():
   params = init_params(param_specs(config), jax.random.key(0))
   batch = packed_batch(np.zeros((rows, length), np.int32))
   apply = make_policy_apply(config, chunk=chunk)
-  loss = jax.jit(jax.grad(lambda params: jnp.sum(apply(params, batch)[0])))
+  loss = jax.jit(jax.grad(lambda params: jnp.sum(apply(params, batch).logprobs)))
   allowed = 997 * max(chunk, config.d_model)
   sizes = [size for size in array_sizes(loss.trace(params).jaxpr.jaxpr) if size % 997 == 0]
   assert sizes and max(sizes) <= allowed
@@ -166,9 +166,9 @@ def test_a_sequence_has_the_same_logprobs_wherever_it_lies(config):
   results = {}
   for name, (ids, segments, positions, start) in rows.items():
     for seed in (0, 1):
-      logprobs, entropy = run(ids, segments, positions, np.random.default_rng(seed).integers(0, 7, 8))
-      results[name, seed] = np.stack([logprobs[0], entropy[0]])[:, start : start + 5]
-  alone, alone_entropy = jax.jit(make_policy_apply(config))(params, packed_batch(sequence[None]))
+      outputs = run(ids, segments, positions, np.random.default_rng(seed).integers(0, 7, 8))
+      results[name, seed] = np.stack([outputs.logprobs[0], outputs.entropy[0]])[:, start : start + 5]
+  alone = jax.jit(make_policy_apply(config))(params, packed_batch(sequence[None]))
   for key, got in results.items():
-    np.testing.assert_allclose(got, np.stack([alone[0], alone_entropy[0]]), atol=1e-5, err_msg=str(key))
-  assert np.abs(alone[0, 1:]).min() > 1e-3
+    np.testing.assert_allclose(got, np.stack([alone.logprobs[0], alone.entropy[0]]), atol=1e-5, err_msg=str(key))
+  assert np.abs(alone.logprobs[0, 1:]).min() > 1e-3

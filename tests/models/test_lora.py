@@ -11,7 +11,7 @@ import pytest
 from toys import hf_toy, latent_toy
 
 from sao_jax.config import LoRAConfig, ModelConfig
-from sao_jax.models.attention import packed_attend
+from sao_jax.models.attention.grouped import packed_attend
 from sao_jax.models.lora import lora_specs, merge_lora
 from sao_jax.models.transformer import param_specs, trunk
 from sao_jax.parallel.params import path_names

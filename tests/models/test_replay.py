@@ -11,12 +11,12 @@ import pytest
 from toys.transformer_toy import IDS, POSITIONS, SEGMENTS, random_params
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention import packed_attend
+from sao_jax.models.attention.grouped import packed_attend
 from sao_jax.models.moe import moe_feed_forward
 from sao_jax.models.policy import count_routed
 from sao_jax.models.router import route
 from sao_jax.models.transformer import trunk
-from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.parallel.layout import ONE_DEVICE
 from sao_jax.types import TrajectoryBatch
 
 SOFTMAX = ModelConfig(d_model=6, num_experts=4, num_experts_per_token=2, d_ff_expert=5)
@@ -36,7 +36,7 @@ def test_given_experts_by_hand(config):
   params = layer_params()
   x = np.random.default_rng(1).normal(size=(1, 3, 6)).astype(np.float32)
   given = np.array([[[0, 3], [-1, -1], [2, 1]]], np.int16)
-  out, routed = jax.jit(lambda p, x: moe_feed_forward(p, x, config, None, DEFAULT_RULES, given))(params, x)
+  out, routed = jax.jit(lambda p, x: moe_feed_forward(p, x, config, ONE_DEVICE, given))(params, x)
   wide = {name: np.asarray(leaf, np.float64) for name, leaf in params.items()}
   for token, experts in enumerate(given[0]):
     logits = np.float64(x[0, token]) @ wide["router"]
@@ -62,7 +62,7 @@ def test_its_own_choice_replayed_changes_nothing(config):
   params, x = layer_params(), jnp.asarray(np.random.default_rng(2).normal(size=(1, 7, 6)), jnp.float32)
 
   def loss(params, replayed):
-    out, routed = moe_feed_forward(params, x, config, None, DEFAULT_RULES, replayed)
+    out, routed = moe_feed_forward(params, x, config, ONE_DEVICE, replayed)
     return jnp.sum(jnp.sin(out)), routed.experts
 
   step = jax.jit(jax.value_and_grad(loss, has_aux=True))

@@ -14,7 +14,7 @@ from jaxtyping import jaxtyped
 from sao_jax.config import ModelConfig
 from sao_jax.models import router
 from sao_jax.models.moe import moe_feed_forward
-from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.parallel.layout import ONE_DEVICE
 
 CONFIG = ModelConfig(router="sigmoid", num_experts=6, num_experts_per_token=2, d_model=6)
 GROUPS = dataclasses.replace(CONFIG, num_expert_groups=3, num_groups_per_token=1)
@@ -63,7 +63,7 @@ def test_gradients():
   params = {"router": draw(6, 6), "correction_bias": 0.1 * draw(6), "gate": draw(6, 6, 4), "up": draw(6, 6, 4)}
   params["down"] = draw(6, 4, 6)
   x = draw(1, 5, 6)
-  loss = lambda params: jnp.sum(moe_feed_forward(params, x, config, None, DEFAULT_RULES)[0] ** 2)
+  loss = lambda params: jnp.sum(moe_feed_forward(params, x, config, ONE_DEVICE)[0] ** 2)
   grads = jax.jit(jax.grad(loss))(params)
   assert not np.any(grads["correction_bias"])
   assert all(np.all(np.isfinite(leaf)) for leaf in grads.values())

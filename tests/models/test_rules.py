@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 from sao_jax.config import MeshConfig, ModelConfig
-from sao_jax.models.attention import grouped_attention, packed_attend, packed_causal_mask
+from sao_jax.models.attention.grouped import packed_attend
+from sao_jax.models.attention.packed import grouped_attention, packed_causal_mask
 from sao_jax.models.moe import moe_feed_forward
+from sao_jax.parallel.layout import ONE_DEVICE, AxisRules, Layout
 from sao_jax.parallel.mesh import make_mesh
-from sao_jax.parallel.rules import AxisRules
 
 CONFIG = ModelConfig(d_model=8, num_experts=4, d_ff_expert=8, d_ff_shared=0)
 AXES = {
@@ -35,26 +35,26 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_mixture_of_experts(layout):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_mixture_of_experts(name):
   rng = np.random.default_rng(0)
   shapes = {"router": (8, 4), "gate": (4, 8, 8), "up": (4, 8, 8), "down": (4, 8, 8)}
   params = {name: jnp.asarray(rng.normal(0, 0.5, shape), jnp.float32) for name, shape in shapes.items()}
   x = jnp.asarray(rng.normal(size=(8, 4, 8)), jnp.float32)
 
-  def value_and_gradients(mesh, rules):
+  def value_and_gradients(layout):
     def value(params, x):
-      out, routed = moe_feed_forward(params, x, CONFIG, mesh, rules)
+      out, routed = moe_feed_forward(params, x, CONFIG, layout)
       return jnp.sum(jnp.sin(out)), routed.computed
 
     return jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
 
-  expected = value_and_gradients(None, AxisRules())(params, x)
-  mesh_config, rules = LAYOUTS[layout]
-  mesh = make_mesh(mesh_config)
-  place = lambda array, *axes: jax.device_put(array, NamedSharding(mesh, rules.spec(*axes)))
+  expected = value_and_gradients(ONE_DEVICE)(params, x)
+  mesh, rules = LAYOUTS[name]
+  layout = Layout(make_mesh(mesh), rules)
+  place = lambda array, *axes: jax.device_put(array, layout.sharding(*axes))
   sharded = {name: place(array, *AXES[name]) for name, array in params.items()}
-  got = value_and_gradients(mesh, rules)(sharded, place(x, "batch", "sequence", None))
+  got = value_and_gradients(layout)(sharded, place(x, "batch", "sequence", None))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
   np.testing.assert_array_equal(got[0][1], np.full((8, 4), CONFIG.num_experts_per_token))  # each choice counts once
 
@@ -66,7 +66,7 @@ def test_attention(rules):
   q, k, v = (jax.random.normal(key, (4, 6, n, 4), jnp.float32) for key, n in zip(keys, (4, 2, 2)))
   segments = jnp.asarray([[1, 1, 1, 2, 2, 0]] * 4, jnp.int32)
   expected = grouped_attention(q, k, v, packed_causal_mask(segments))
-  mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
-  attend = jax.jit(lambda *arrays: packed_attend(segments, mesh, rules)(*arrays, jnp.int32(0), None)[0])
+  layout = Layout(make_mesh(MeshConfig(fsdp=4, tensor=2)), rules)
+  attend = jax.jit(lambda *arrays: packed_attend(segments, layout)(*arrays, jnp.int32(0), None)[0])
   got = attend(q, k, v)
   np.testing.assert_allclose(got[:, :5], expected[:, :5], rtol=1e-5, atol=1e-6)

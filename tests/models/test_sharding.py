@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from toys.sharding_toy import loss_and_gradients, make_batch
 
 from sao_jax.config import MeshConfig, ModelConfig
+from sao_jax.models.critic import critic_specs
 from sao_jax.models.transformer import param_specs
-from sao_jax.models.value import value_param_specs
+from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
-from sao_jax.parallel.params import init_params, param_shardings
-from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.parallel.params import init_params
 
 DENSE = ModelConfig(vocab_size=12, num_layers=2, d_model=8, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=8)
 MOE = dataclasses.replace(DENSE, num_experts=4, d_ff_expert=4, d_ff_shared=4, num_dense_layers=1, remat="full")
@@ -27,7 +26,7 @@ MESHES = {"data": MeshConfig(data=8, fsdp=1), "fsdp x expert x tensor": MeshConf
 
 @functools.cache
 def on_one_device(network, config):
-  specs = param_specs(config) if network == "policy" else value_param_specs(config)
+  specs = param_specs(config) if network == "policy" else critic_specs(config)
   params = jax.tree.map(lambda x: x + 0.1 * jnp.sin(x * 1e4), init_params(specs, jax.random.key(0)))
   return specs, params, loss_and_gradients(network, config, None)(params, make_batch())
 
@@ -39,9 +38,10 @@ def test_sharded_equals_one_device(mesh, model, network):
   config = {"dense": DENSE, "moe": MOE}[model]
   specs, params, expected = on_one_device(network, config)
   mesh = make_mesh(MESHES[mesh])
-  check_mesh_divides_model(mesh, specs)
-  shardings = param_shardings(specs, mesh)
-  batch = jax.device_put(make_batch(), NamedSharding(mesh, DEFAULT_RULES.spec("batch", "sequence")))
+  layout = Layout(mesh)
+  check_mesh_divides_model(layout, specs)
+  shardings = layout.param_shardings(specs)
+  batch = jax.device_put(make_batch(), layout.sharding("batch", "sequence"))
   got = loss_and_gradients(network, config, mesh)(jax.device_put(params, shardings), batch)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
   assert got[1]["final_norm"].shape == (8,)

@@ -16,31 +16,31 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention import packed_attend
+from sao_jax.models.attention.grouped import packed_attend
 from sao_jax.models.policy import make_policy_apply
 from sao_jax.models.transformer import param_specs, trunk
 from sao_jax.parallel.mesh import AXES
-from sao_jax.parallel.params import abstract_params, param_shardings
-from sao_jax.parallel.rules import DEFAULT_RULES
+from sao_jax.parallel.params import abstract_params
+from sao_jax.parallel.layout import Layout
 from sao_jax.types import TrajectoryBatch
 
 topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
 devices = np.array(topology.devices).reshape(1, 4, 2, 2, 1)
-mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 5)
+layout = Layout(Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 5))
 config = ModelConfig(
   vocab_size=512, num_layers=1, d_model=256, head_dim=64, num_experts=8, d_ff_expert=512, d_ff_shared=256,
   dtype="bfloat16", param_dtype="bfloat16", remat="dots")
 specs = param_specs(config)
 place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-params = jax.tree.map(place, abstract_params(specs), param_shardings(specs, mesh))
-rows = NamedSharding(mesh, DEFAULT_RULES.spec("batch", "sequence"))
+params = jax.tree.map(place, abstract_params(specs), layout.param_shardings(specs))
+rows = layout.sharding("batch", "sequence")
 field = lambda dtype: jax.ShapeDtypeStruct((16, 128), dtype, sharding=rows)
 ids, number, flag = field(jnp.int32), field(jnp.float32), field(jnp.bool_)
 batch = TrajectoryBatch(ids, ids, ids, ids, flag, flag, number, ids, number, flag)
-policy_apply = make_policy_apply(config, mesh=mesh)
+policy_apply = make_policy_apply(config, layout=layout)
 
 def loss(params, batch):
-  return jnp.sum(policy_apply(params, batch)[0])
+  return jnp.sum(policy_apply(params, batch).logprobs)
 
 compiled = jax.jit(jax.grad(loss)).lower(params, batch).compile()
 kernels = compiled.as_text().count("tpu_custom_call")

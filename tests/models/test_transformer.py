@@ -12,9 +12,10 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 from toys.transformer_toy import IDS, MOE, POSITIONS, SEGMENTS, SMALL, logits_of, random_params
 
-from sao_jax.errors import ConfigError
-from sao_jax.models import attention, linear, rope
-from sao_jax.models.attention import grouped_attention, packed_attend, packed_causal_mask, rowwise_attention
+from sao_jax.models import linear, rope
+from sao_jax.models.attention import packed
+from sao_jax.models.attention.grouped import packed_attend
+from sao_jax.models.attention.packed import grouped_attention, packed_causal_mask, rowwise_attention
 from sao_jax.models.transformer import head_logits, param_specs, trunk
 from sao_jax.parallel.params import abstract_params, path_names
 
@@ -140,11 +141,6 @@ def test_remat_changes_nothing(remat):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
 
 
-def test_unknown_remat_is_refused():
-  with pytest.raises(ConfigError, match="model.remat"):
-    logits_of(random_params(SMALL), dataclasses.replace(SMALL, remat="some"), IDS, POSITIONS, SEGMENTS)
-
-
 def test_carry_and_layer_index_reach_attend():
   """What a cache needs: every layer is called once, in order, with its index and the carry of the layer before."""
   config = CONFIGS["moe, shared expert, first layer dense, raw weights"]
@@ -200,8 +196,8 @@ def test_norm_is_fp32_inside():
 def test_annotations_hold():
   checked = jaxtyped(typechecker=beartype)
   q, k = jnp.ones((1, 3, 4, 2), jnp.float32), jnp.ones((1, 3, 2, 2), jnp.float32)
-  mask = checked(attention.packed_causal_mask)(jnp.ones((1, 3), jnp.int32))
-  checked(attention.grouped_attention)(q, k, k, mask)
+  mask = checked(packed.packed_causal_mask)(jnp.ones((1, 3), jnp.int32))
+  checked(packed.grouped_attention)(q, k, k, mask)
   checked(linear.rms_norm)(q, jnp.ones(2, jnp.float32), 1e-6)
   checked(rope.apply_rope)(q, checked(rope.rope_table)(jnp.zeros((1, 3), jnp.int32), 2, 1e4))
 

@@ -11,10 +11,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from sao_jax.config import MeshConfig, ModelConfig
 from sao_jax.errors import ConfigError
 from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.layout import ONE_DEVICE, AxisRules, Layout
 from sao_jax.parallel.mesh import AXES, check_mesh_divides_model, make_mesh
 from sao_jax.parallel.process import data_process_count, data_process_index, initialize_processes
 from sao_jax.parallel.publish import make_publish
-from sao_jax.parallel.rules import AxisRules, constrain
 
 
 def test_minus_one_takes_what_is_left():
@@ -52,22 +52,47 @@ def test_refused_meshes(config, field):
 )
 def test_mesh_that_does_not_divide_the_model(mesh, model, field, parameter):
   with pytest.raises(ConfigError, match=parameter) as error:
-    check_mesh_divides_model(make_mesh(mesh), param_specs(model))
+    check_mesh_divides_model(Layout(make_mesh(mesh)), param_specs(model))
   assert error.value.field == field
 
 
 def test_mesh_that_divides_the_model():
-  check_mesh_divides_model(make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2)), param_specs(ModelConfig(num_experts=4)))
+  layout = Layout(make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2)))
+  check_mesh_divides_model(layout, param_specs(ModelConfig(num_experts=4)))
 
 
 def test_constrain_places_or_does_nothing():
   x = jnp.ones((8, 4), jnp.float32)
-  assert constrain(x, "batch", None, mesh=None) is x
+  assert ONE_DEVICE.constrain(x, "batch", None) is x
   mesh = make_mesh(MeshConfig(data=8, fsdp=1))
-  placed = jax.jit(lambda x: constrain(x, "batch", None, mesh=mesh))(x)
+  placed = jax.jit(lambda x: Layout(mesh).constrain(x, "batch", None))(x)
   assert placed.sharding.shard_shape(x.shape) == (1, 4)
-  replicated = jax.jit(lambda x: constrain(x, "batch", None, mesh=mesh, rules=AxisRules(batch=None)))(x)
+  replicated = jax.jit(lambda x: Layout(mesh, AxisRules(batch=None)).constrain(x, "batch", None))(x)
   assert replicated.sharding.shard_shape(x.shape) == (8, 4)
+
+
+def test_two_dimensions_on_one_mesh_axis_are_refused_by_name():
+  mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+  layout = Layout(mesh, AxisRules(embed="tensor"))
+  specs = param_specs(ModelConfig())
+  with pytest.raises(ConfigError, match=r"(?s)both lie on the mesh axis 'tensor'.*remedy.*AxisRules"):
+    check_mesh_divides_model(layout, specs)
+  message = r"(?s)dimensions 1 \('embed'\) and 2 \('heads'\) of dense_layers/attention/q both .* axis 'tensor'.*remedy"
+  attention = {"dense_layers": {"attention": {"q": specs["dense_layers"]["attention"]["q"]}}}
+  with pytest.raises(ConfigError, match=message):
+    layout.param_shardings(attention)
+  assert layout.spec("embed", None, None) == PartitionSpec("tensor", None, None)  # one of them alone may lie there
+  with pytest.raises(ConfigError, match=r"dimensions 0 \('batch'\) and 2 \('expert'\) of an array"):
+    jax.jit(lambda x: Layout(mesh).constrain(x, "batch", None, "expert"))(jnp.ones((8, 1, 8), jnp.float32))
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(fsdp=4, tensor=2)])
+def test_shards(mesh):
+  layout = Layout(mesh and make_mesh(mesh))
+  assert layout.is_sharded == bool(mesh)
+  shards = layout.shards("batch"), layout.shards("batch", "heads"), layout.shards()
+  assert shards == ((4, 8, 1) if mesh else (1, 1, 1))
+  assert hash(layout) == hash(Layout(layout.mesh)) and layout == Layout(layout.mesh)
 
 
 def pointers(tree):

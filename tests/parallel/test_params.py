@@ -10,17 +10,16 @@ from jax.sharding import PartitionSpec
 
 from sao_jax.config import MeshConfig, ModelConfig
 from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.mesh import make_mesh
 from sao_jax.parallel.params import (
   ParamSpec,
   abstract_params,
   count_params,
   init_params,
-  param_shardings,
   path_names,
   stack_specs,
 )
-from sao_jax.parallel.rules import DEFAULT_RULES
 
 SPECS = {
   "a": {"w": ParamSpec((4, 8), ("embed", "mlp")), "norm": ParamSpec((4,), (None,), "ones")},
@@ -64,14 +63,14 @@ def test_stacked_specs_get_a_layer_axis():
 def test_shardings_follow_the_rules():
   mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
   specs = param_specs(ModelConfig(num_experts=4))
-  shardings = param_shardings(specs, mesh)
+  shardings = Layout(mesh).param_shardings(specs)
   assert path_names(shardings) == path_names(specs)
   moe = shardings["moe_layers"]["moe"]
   assert moe["gate"].spec == PartitionSpec(None, "expert", "fsdp", "tensor")
   assert moe["down"].spec == PartitionSpec(None, "expert", "tensor", "fsdp")
   assert shardings["embed"].spec == PartitionSpec("tensor", "fsdp")
   assert shardings["moe_layers"]["attention"]["q"].spec == PartitionSpec(None, "fsdp", "tensor", None)
-  assert DEFAULT_RULES.spec("batch", "sequence", None) == PartitionSpec(("data", "fsdp", "expert"), "context", None)
+  assert ONE_DEVICE.spec("batch", "sequence", None) == PartitionSpec(("data", "fsdp", "expert"), "context", None)
   params = jax.jit(lambda key: init_params(specs, key), out_shardings=shardings)(jax.random.key(0))
   assert params["moe_layers"]["moe"]["gate"].sharding.shard_shape(params["moe_layers"]["moe"]["gate"].shape) == (
     2,

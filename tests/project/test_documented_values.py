@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import training_toy
+from toys import algorithm_toy, training_toy
 from toys.trajectories import make_trajectories
 
-from sao_jax.algorithm.advantage import packed_gae, packed_returns, skip_observation_gae
+from sao_jax.algorithm.advantage import packed_returns, skip_observation_gae
 from sao_jax.algorithm.policy_loss import dis_policy_loss
-from sao_jax.algorithm.targets import trained_tokens
+from sao_jax.algorithm.tokens import trained_tokens
 from sao_jax.config import (
   AlgorithmConfig,
   OptimizerConfig,
@@ -57,9 +57,10 @@ def test_the_denominator_counts_rejected_tokens():
   ratios = jnp.array([0.7, 0.8, 2.0, 6.0], jnp.float32)
   # The gradient by log pi of each token is -coefficient / N.
   gradient = jax.grad(
-    lambda logprobs: dis_policy_loss(
-      logprobs, jnp.zeros(4), jnp.ones(4), jnp.ones(4, bool), epsilon_low=0.3, epsilon_high=5.0
-    )[0]
+    lambda logprobs: (
+      dis_policy_loss(logprobs, jnp.zeros(4), jnp.ones(4), jnp.ones(4, bool), epsilon_low=0.3, epsilon_high=5.0).sum()
+      / 4
+    )
   )(jnp.log(ratios))
   assert float(-gradient.sum()) == pytest.approx(0.7)  # 2.8 / 4, not 2.8 / 2 = 1.4
   np.testing.assert_allclose(-gradient, [0, 0.2, 0.5, 0], atol=1e-6)
@@ -76,8 +77,8 @@ def test_returns_of_the_worked_example_and_the_wrong_ways_to_compute_it():
   np.testing.assert_allclose(advantages, [0.359259, 0.333333, 0, 0, 0.3], atol=1e-6)
   through = skip_observation_gae(rewards, values, jnp.ones(5, bool), lam=7 / 9)  # GAE through observations
   np.testing.assert_allclose(through[:2], [2.838, 3.520], atol=5e-4)
-  turns = jnp.array([1, 1, 1, 1, 2], jnp.int32)
-  per_turn = packed_gae(rewards, values, mask, turns, one_minus_lam=zeros + 2 / 9)  # restarted per turn
+  turns = jnp.array([1, 1, 1, 1, 2], jnp.int32)  # restarted per turn
+  per_turn = algorithm_toy.packed_advantages(rewards, values, mask, turns, one_minus_lam=zeros + 2 / 9)
   np.testing.assert_allclose(per_turn, [-0.367, -0.6, 0, 0, 0.3], atol=5e-4)
 
 
@@ -143,7 +144,7 @@ def policy_logprobs():
   model = training_toy.replace(training_toy.get_config(), model={"initializer_range": 0.5}).model
   params = init_params(param_specs(model), jax.random.key(0))
   apply = jax.jit(make_policy_apply(model))
-  return lambda batch: np.asarray(apply(params, jax.tree.map(jnp.asarray, batch))[0])
+  return lambda batch: np.asarray(apply(params, jax.tree.map(jnp.asarray, batch)).logprobs)
 
 
 def test_positions_of_a_row_that_is_padded_on_the_left(policy_logprobs):

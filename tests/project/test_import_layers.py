@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import pathlib
 import statistics
 import subprocess
@@ -15,8 +16,8 @@ PACKAGE = REPOSITORY / "sao_jax"
 
 # From the ground up: a room imports from itself and from the rooms before it. Nothing imports upwards.
 ROOMS = (
-  *("errors", "config", "episode", "interrupt", "types"),
-  *("parallel", "models", "sampler", "configuration", "algorithm", "checkpoints", "huggingface"),
+  *("errors", "config", "configuration", "episode", "interrupt", "types"),
+  *("parallel", "models", "sampler", "algorithm", "checkpoints", "huggingface"),
   *("rewards", "data", "chat", "environments", "rollout"),
   *("report", "learner", "evaluation", "training", "benchmarks", "launch"),
 )
@@ -158,3 +159,20 @@ def test_every_public_module_class_and_function_says_what_it_is_for():
       if is_public and not ast.get_docstring(node):
         wrong.append(f"{path.relative_to(REPOSITORY)}:{node.lineno}: {node.name}")
   assert not wrong, "\n".join(wrong)
+
+
+def test_no_test_imports_a_test():
+  """Helpers live in tests/toys, where what others rely on is seen to be relied on."""
+  wrong = []
+  for path in sorted((REPOSITORY / "tests").rglob("*.py")):
+    for line, name in imported_modules(path):
+      if any(part.startswith("test_") for part in name.split(".")) or name.startswith("tests."):
+        wrong.append(f"{path.relative_to(REPOSITORY)}:{line} imports {name}")
+  assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_name_stands_twice():
+  """Modules, rooms and packages inside rooms: a name alone says which file is meant."""
+  paths = [path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py"]
+  names = collections.Counter(path.parent.name if path.stem == "__init__" else path.stem for path in paths)
+  assert not [name for name, count in names.items() if count > 1]

@@ -9,6 +9,7 @@ import sys
 
 import nbformat
 import pytest
+from toys import processes
 from toys.paths import REPOSITORY
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
@@ -17,7 +18,7 @@ NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, monkeypatch):
   nbclient = pytest.importorskip("nbclient", reason="needs the extra `notebooks`")
-  monkeypatch.setenv("XLA_FLAGS", "")  # one device, as at home
+  monkeypatch.setenv("XLA_FLAGS", processes.environment()["XLA_FLAGS"])  # one device, as at home
   notebook = nbformat.read(path, as_version=4)
   nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
   errors = [output for cell in notebook.cells for output in cell.get("outputs", []) if output.output_type == "error"]

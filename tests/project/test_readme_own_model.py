@@ -1,9 +1,8 @@
-"""The commands of "Use your own model" in README.md, in order, as a new user pastes them into an empty folder."""
+"""The commands of "Use your own model" in huggingface/README.md, as a new user pastes them into an empty folder."""
 
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -11,12 +10,12 @@ import sys
 
 import numpy as np
 import pytest
-from toys import parity
+from toys import parity, processes
 from toys.paths import REPOSITORY
 
 from sao_jax.huggingface.folder import HFFolder
 
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+README = (REPOSITORY / "sao_jax" / "huggingface" / "README.md").read_text(encoding="utf-8")
 SECTION = README.partition("\n## Use your own model\n")[2].partition("\n## ")[0]
 COMMANDS = "".join(re.findall(r"```bash\n(.*?)```", SECTION, re.DOTALL))
 
@@ -25,7 +24,7 @@ def paste(commands: str, folder: pathlib.Path) -> str:
   """What a shell that stops at the first failure prints, with this interpreter as `python`; pip is left out."""
   lines = [line for line in commands.splitlines() if not line.startswith("pip ")]
   script = "\n".join(["set -e", f'python() {{ "{sys.executable}" "$@"; }}', *lines])
-  environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "COLUMNS": "80"}
+  environment = processes.environment(PYTHONPATH=REPOSITORY, HF_HUB_OFFLINE=1, COLUMNS=80)
   done = subprocess.run(
     ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
   )

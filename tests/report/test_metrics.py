@@ -17,9 +17,9 @@ import pytest
 import rich.console
 from absl import logging
 
+from sao_jax.report import metrics as metrics_module
 from sao_jax.report.metrics import DelayedFetch, MetricsWriter, read_metrics
 from sao_jax.report.progress import Progress
-from sao_jax.training import metrics as metrics_module
 
 
 def steps(workdir, phase=None):

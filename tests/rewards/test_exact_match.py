@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sao_jax.rewards.exact_match import exact_match, integer_match, parse_integer
+from sao_jax.rewards.exact_match import integer_match, parse_integer
 
 HOSTILE = [
   "9**9**9",
@@ -49,11 +49,3 @@ def test_spellings(text, value):
 
 def test_no_answer_earns_nothing():
   assert integer_match(None, 0) == 0.0
-  assert exact_match(None, "") == 0.0
-
-
-def test_exact_match():
-  assert exact_match("a  b\n", " a b") == 1.0
-  assert exact_match("a c", "a b") == 0.0
-  assert exact_match("A b", "a b") == 0.0
-  assert exact_match("ab", "a b") == 0.0

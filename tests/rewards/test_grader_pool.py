@@ -113,8 +113,8 @@ def test_one_that_dies_as_it_is_asked_has_read_nothing():
   """Its death need not be known yet: the pipe is broken, so another worker is asked."""
   pool = GraderPool(graders.process_id, processes=1)
   first = int(grade(pool))
-  lane = pool._lanes[0]
-  process = lane._process
+  thread = pool._threads[0]
+  process = thread._process
   os.kill(first, signal.SIGKILL)
   process.wait()
   process.poll = lambda: None  # as long as the kernel still takes it apart

@@ -13,7 +13,8 @@ from toys.rewriting import KEY, LIMITS, Rewriting, play
 from toys.rollout_fakes import STOP
 from toys.sampler_fakes import answer, generate, make, request
 
-from sao_jax.algorithm.targets import critic_advantages, sampled_tokens, value_targets
+from sao_jax.algorithm.advantage import sao_advantages, value_targets
+from sao_jax.algorithm.tokens import sampled_tokens
 from sao_jax.config import AlgorithmConfig, ModelConfig, SamplerConfig
 from sao_jax.environments.base import StepResult
 from sao_jax.episode import EnvironmentFailure, Prompt, Status
@@ -93,13 +94,13 @@ def test_advantages_run_over_all_segments(truncation):
   batch = pack([trajectory, cut], (32,), (1,))
   merged = batch.replace(segment_ids=batch.trajectory_ids)
   values = jnp.asarray(np.random.default_rng(0).normal(size=(1, 32)), jnp.float32)
-  for of in (critic_advantages, value_targets):
+  for of in (sao_advantages, value_targets):
     ours, expected = of(config, batch, values), of(config, merged, values)
     mask = sampled_tokens(batch)
     np.testing.assert_array_equal(mask, sampled_tokens(merged))
     np.testing.assert_allclose(ours[mask], expected[mask], rtol=1e-6)
   # One λ for all 8 sampled tokens: by hand, for a single reward and V = 0, Â of the first is λ^7 R.
-  plain = critic_advantages(AlgorithmConfig(), pack([trajectory], (32,), (1,)), jnp.zeros((1, 32), jnp.float32))
+  plain = sao_advantages(AlgorithmConfig(), pack([trajectory], (32,), (1,)), jnp.zeros((1, 32), jnp.float32))
   np.testing.assert_allclose(plain[0, 2], (1.0 - 1.0 / (1.5 * 8)) ** 7, rtol=1e-6)
 
 
@@ -135,7 +136,7 @@ def test_the_learner_reads_segments_as_the_sampler_wrote_them(model, kv_after_pu
     trajectory = asyncio.run(run_episode(environment, Prompt(KEY, {}), service.generate, 5, limits, session_id=0))
   assert trajectory.status is Status.TERMINATED
   batch = pack([trajectory], (128,), (1,))
-  logprobs, _ = make_policy_apply(config, temperature=1.0, chunk=128)(params, batch)
+  logprobs = make_policy_apply(config, temperature=1.0, chunk=128)(params, batch).logprobs
   mask = batch.action_mask
   np.testing.assert_allclose(np.asarray(logprobs)[mask], batch.behavior_logprobs[mask], atol=1e-4)
   first, second = (trajectory.token_ids[start + 2 :].tolist() for start in trajectory.segment_starts)

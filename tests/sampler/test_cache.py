@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from toys.latent_toy import CONFIG as LATENT
 
 from sao_jax.config import ModelConfig
-from sao_jax.sampler.cache import KVCache, empty_cache, read_window, write_rows
+from sao_jax.models.attention import KINDS
+from sao_jax.sampler.cache import clear_rows, read_window, write_rows
+from sao_jax.sampler.caches import CACHES, empty_cache
+from sao_jax.sampler.kv_cache import KVCache
 
 MODEL = ModelConfig(num_layers=2, num_kv_heads=2, head_dim=4)
 SLOTS, LENGTH, ROWS, WIDTH = 3, 7, 2, 4
@@ -45,6 +49,22 @@ def test_new_block_wider_than_the_cache():
   result = write_rows(old, new, one(0), one(1), one(2))
   np.testing.assert_array_equal(result.k[..., 0], old.k[..., 0])
   np.testing.assert_array_equal(result.k[..., 1:], new.k[..., :2])
+
+
+def test_every_kind_of_attention_has_a_cache():
+  assert set(CACHES) == set(KINDS)
+  for model in (MODEL, LATENT):
+    cache = empty_cache(model, SLOTS, LENGTH, "float32")
+    assert (cache.num_slots, cache.num_positions, cache.dtype) == (SLOTS, LENGTH, jnp.float32)
+    axes = jax.tree.map(lambda values, axis: values.shape[axis], cache, cache.position_axes)
+    assert set(jax.tree.leaves(axes)) == {LENGTH}
+
+
+def test_clearing_reaches_what_weights_multiply_and_nothing_else():
+  old = numbered(SLOTS, LENGTH, 1.0)
+  cleared = clear_rows(old, jnp.asarray([1, SLOTS, -1], jnp.int32))
+  np.testing.assert_array_equal(cleared.k, old.k)
+  np.testing.assert_array_equal(cleared.v, np.asarray(old.v) * np.asarray([1, 0, 1])[:, None, None, None, None])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -58,7 +58,7 @@ def test_a_prefill_updates_the_cache_in_place():
   for window in (0, 48):
     compiled = steps.extend.lower(
       engine.params, engine._state, *PrefillCall([], 1, 8, window).arrays(4),
-      config=DENSE, window=window, mesh=None, rules=engine._rules,
+      config=DENSE, window=window, layout=engine._layout,
     ).compile()  # fmt: skip
     copies = [line for line in compiled.as_text().splitlines() if "copy(" in line and f"= {shape}" in line]
     assert not copies, copies

@@ -25,19 +25,18 @@ from toys.engine_toy import (
   scheduler_of,
 )
 
-from sao_jax.algorithm.frozen import replace_leaves, trainable_leaves
+from sao_jax.algorithm.network import guarded_update, replace_leaves, trainable_leaves
 from sao_jax.algorithm.optimizer import make_optimizer
-from sao_jax.algorithm.updates import guarded_update
 from sao_jax.config import OptimizerConfig, SamplerConfig
 from sao_jax.episode import PromptKey, Status, Trajectory
 from sao_jax.learner.packing import pack
 from sao_jax.models import transformer
-from sao_jax.models.attention import packed_attend
+from sao_jax.models.attention.grouped import packed_attend
 from sao_jax.models.transformer import head_logits, trunk
 from sao_jax.parallel.publish import make_publish
-from sao_jax.sampler.attend import cached_attend
-from sao_jax.sampler.cache import empty_cache
+from sao_jax.sampler.caches import empty_cache
 from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.kv_cache import cached_attend
 from sao_jax.sampler.scheduler import Scheduler
 from sao_jax.types import NetworkState
 
@@ -75,7 +74,7 @@ def test_packed_rows_equal_the_sampler(model):
   assert batch.trajectory_ids.max() == 5
   assert any(len(set(record.versions) - {-1}) == 2 for record in records)
   for version, params in enumerate((params_of(model), params_of(model, seed=9))):
-    logprobs = np.asarray(policy_apply(model)(params, batch)[0])
+    logprobs = np.asarray(policy_apply(model)(params, batch).logprobs)
     where = batch.policy_version == version
     assert where.sum() > 10
     np.testing.assert_allclose(logprobs[where], batch.behavior_logprobs[where], atol=1e-4)
@@ -126,7 +125,7 @@ def test_a_publish_after_an_optimiser_step_reaches_the_sampler():
   model, params = MOE, params_of(MOE)
   probe = Record([], 0, ids=list(prompt(65, 123)), mask=[False] + [True] * 64, logprobs=[-1.0] * 65, versions=[0] * 65)
   rows = pack([trajectory(probe)], (65,), (1,))
-  learner = jax.jit(lambda params: policy_apply(model)(params, rows)[0][0, 1:])
+  learner = jax.jit(lambda params: policy_apply(model)(params, rows).logprobs[0, 1:])
   sampler = lambda: sampler_logprobs(engine.params, model, jnp.asarray(probe.ids, jnp.int32))
 
   engine = Engine(params, model, SMALL, seed=0)

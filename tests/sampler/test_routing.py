@@ -15,7 +15,7 @@ from toys.sampler_fakes import drain, generate, make, request
 
 from sao_jax.episode import PromptKey, Status, Trajectory
 from sao_jax.learner.packing import pack
-from sao_jax.models.attention import packed_attend
+from sao_jax.models.attention.grouped import packed_attend
 from sao_jax.models.transformer import trunk
 from sao_jax.sampler.engine import Engine
 from sao_jax.sampler.requests import SessionReleasedError
@@ -150,9 +150,9 @@ def test_replay_brings_back_the_samplers_logprobs(batch):
   records = play(Scheduler(engine), [multi_turns(1)[0], *multi_turns(3)[1:]])
   rows = pack([of_record(record) for record in records], (128,), (1,), routed_shape=(1, 1))
   mask = rows.action_mask
-  replayed = np.asarray(policy_apply(model)(turned, rows)[0])[mask]
+  replayed = np.asarray(policy_apply(model)(turned, rows).logprobs)[mask]
   np.testing.assert_allclose(replayed, rows.behavior_logprobs[mask], atol=1e-4)
-  own = np.asarray(policy_apply(model)(turned, rows.replace(routed_experts=None))[0])[mask]
+  own = np.asarray(policy_apply(model)(turned, rows.replace(routed_experts=None)).logprobs)[mask]
   assert np.abs(own - rows.behavior_logprobs[mask]).max() > 0.1
 
 

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sao_jax.algorithm.advantage import packed_returns
+from sao_jax.algorithm.network import Network
 from sao_jax.algorithm.optimizer import make_optimizer
 from sao_jax.algorithm.train_step import init_train_state, make_train_step
 from sao_jax.config import AlgorithmConfig, OptimizerConfig
-from sao_jax.types import TrainState, TrajectoryBatch
+from sao_jax.types import PolicyOutputs, TrainState, TrajectoryBatch
 
 VOCABULARY, WIDTH = 7, 4
 FROZEN = frozenset({"layers/attention/q", "layers/attention/q_norm"})
@@ -89,14 +91,14 @@ def policy_params(seed: int = 0) -> dict:
   }
 
 
-def policy_apply(params: dict, batch: TrajectoryBatch) -> tuple[jax.Array, jax.Array]:
+def policy_apply(params: dict, batch: TrajectoryBatch) -> PolicyOutputs:
   """log π(token t | token t-1) and the entropy, 0 on first tokens of segments."""
   logits = jax.nn.log_softmax(params["embed"][batch.token_ids] @ params["head"])
   logits = jnp.concatenate([jnp.zeros_like(logits[:, :1]), logits[:, :-1]], axis=1)
   logprobs = jnp.take_along_axis(logits, batch.token_ids[..., None], axis=-1)[..., 0]
   entropy = -jnp.sum(jnp.exp(logits) * logits, axis=-1)
   valid = batch.positions > 0
-  return jnp.where(valid, logprobs, 0.0), jnp.where(valid, entropy, 0.0)
+  return PolicyOutputs(jnp.where(valid, logprobs, 0.0), jnp.where(valid, entropy, 0.0))
 
 
 def value_params(seed: int = 1, outputs: int = 1) -> dict:
@@ -127,17 +129,26 @@ POLICY_OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2))
 VALUE_OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=2e-2, clip_norm=10.0), updates_per_step=2)
 
 
+POLICY = Network(specs=None, apply=policy_apply, optimizer=POLICY_OPTIMIZER)
+CRITIC = Network(specs=None, apply=value_apply, optimizer=VALUE_OPTIMIZER, frozen=FROZEN)
+
+
 @functools.cache
 def train_step(config: AlgorithmConfig, **options):
   """The compiled toy step, shared by all tests that use the same settings."""
-  options = {"frozen_value_paths": FROZEN, "max_lag": 3} | options
-  return make_train_step(config, policy_apply, value_apply, POLICY_OPTIMIZER, VALUE_OPTIMIZER, **options)
+  return make_train_step(config, POLICY, CRITIC, **{"max_lag": 3} | options)
 
 
 def train_state(version: int = 2, outputs: int = 1):
   """A fresh toy state (fresh buffers: the step donates them)."""
-  state = init_train_state(policy_params(), value_params(outputs=outputs), POLICY_OPTIMIZER, VALUE_OPTIMIZER, FROZEN)
+  state = init_train_state(POLICY, CRITIC, policy_params(), value_params(outputs=outputs))
   return state.replace(policy_version=jnp.asarray(version, jnp.int32))
+
+
+def packed_advantages(rewards, values, mask, trajectory_ids, **options):
+  """A = G - V of one packed row, as the estimator forms it."""
+  returns = packed_returns(rewards, values, mask, trajectory_ids, **options)
+  return jnp.where(mask, returns - values, 0.0)
 
 
 def gae_loop(rewards, values, mask, *, lam, gamma=1.0, bootstrap=0.0):

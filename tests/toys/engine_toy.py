@@ -120,7 +120,7 @@ def learner_logprobs(model, params, record):
     rewards=jnp.zeros((1, 48), jnp.float32),
     truncated=jnp.zeros((1, 48), jnp.bool_),
   )
-  return np.asarray(policy_apply(model, record.temperature)(params, batch)[0])[0, :length]
+  return np.asarray(policy_apply(model, record.temperature)(params, batch).logprobs)[0, :length]
 
 
 def assert_agrees(model, params, record, tolerance=1e-4, where=None):

@@ -24,7 +24,7 @@ class HangingEpisode(training_toy.ParityEpisode):
 
 @dataclasses.dataclass(frozen=True)
 class Hanging(training_toy.Parity):
-  """Its spec."""
+  """Its settings."""
 
   make = staticmethod(lambda tokenizer: HangingEpisode())
 

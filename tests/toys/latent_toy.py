@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.latent_attention import latent_attention, latent_specs, no_selection, packed_latent_attend
+from sao_jax.models.attention.latent import latent_layer, latent_specs, no_selection, packed_latent_attend
+from sao_jax.models.attention.sparse import indexer_specs
 from sao_jax.models.rope import rope_table
-from sao_jax.models.sparse_attention import indexer_specs
 from sao_jax.parallel.params import stack_specs
 
 # Every width differs, so that no transposition goes unnoticed. Rows of 13 tokens, of which a query reads 5.
@@ -52,10 +52,10 @@ def hidden_states(rows=1, length=LENGTH, config=CONFIG, seed=5):
 
 def run_layer(params, indexers, x, positions, segments, config=CONFIG):
   """The first layer's attention over packed rows. Returns its output and its selection [B, T, T]."""
-  attend = packed_latent_attend(segments, config)
+  attend = packed_latent_attend(config, segments)
   table = rope_table(positions, config.qk_rope_head_dim, config.rope_theta)
   selection = no_selection(config, attend, *x.shape[:2])
-  out, _, selection = latent_attention(
-    params, x, table, config, attend, jnp.int32(0), None, indexers=indexers, selection=selection
+  out, _, selection = latent_layer(
+    params, x, table, config, attend, jnp.int32(0), None, common={"indexer_layers": indexers}, passed=selection
   )
   return out, selection

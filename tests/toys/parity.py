@@ -16,9 +16,10 @@ import pytest
 from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.huggingface.folder import HFFolder
 from sao_jax.huggingface.load import import_policy
+from sao_jax.models.attention import attention_kind
 from sao_jax.models.logprobs import token_logprobs
-from sao_jax.models.policy import attend_within_segments
 from sao_jax.models.transformer import head_logits, trunk
+from sao_jax.parallel.layout import ONE_DEVICE
 from sao_jax.sampler.engine import Engine
 from sao_jax.sampler.requests import GenerateRequest
 from sao_jax.sampler.scheduler import Scheduler
@@ -91,7 +92,7 @@ class Pair:
   @functools.cached_property
   def _program(self):
     def program(params, ids, positions, segment_ids):
-      attend = attend_within_segments(self.config, segment_ids)
+      attend = attention_kind(self.config).packed(self.config, segment_ids, ONE_DEVICE)
       hidden, _, routed = trunk(params, self.config, ids, positions, attend=attend)
       logprobs, _ = token_logprobs(params, self.config, hidden, ids, segment_ids)
       return head_logits(params, self.config, hidden), logprobs, routed and routed.experts

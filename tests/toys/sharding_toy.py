@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sao_jax.models.critic import make_critic_apply
 from sao_jax.models.policy import make_policy_apply
-from sao_jax.models.value import make_value_apply
+from sao_jax.parallel.layout import Layout
 from sao_jax.types import TrajectoryBatch
 
 
@@ -29,11 +30,15 @@ def make_batch():
 def loss_and_gradients(network, config, mesh):
   """Jitted; a sum over every output with weights that differ by token, so that nothing can cancel."""
   if network == "policy":
-    policy_apply = make_policy_apply(config, mesh=mesh, chunk=16)
-    apply = lambda params, batch: sum(policy_apply(params, batch))
+    policy_apply = make_policy_apply(config, layout=Layout(mesh), chunk=16)
+
+    def apply(params, batch):
+      outputs = policy_apply(params, batch)
+      return outputs.logprobs + outputs.entropy
+
   else:
-    value_apply = make_value_apply(config, mesh=mesh)
-    apply = lambda params, batch: value_apply(params, batch)[..., 0]
+    critic_apply = make_critic_apply(config, layout=Layout(mesh))
+    apply = lambda params, batch: critic_apply(params, batch)[..., 0]
 
   @jax.jit
   def run(params, batch):

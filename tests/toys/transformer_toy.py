@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention import packed_attend
+from sao_jax.models.attention.grouped import packed_attend
 from sao_jax.models.transformer import head_logits, param_specs, trunk
 
 SMALL = ModelConfig(vocab_size=11, num_layers=2, d_model=8, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=12)

@@ -32,7 +32,7 @@ def test_the_head_of_a_policy_checkpoint_is_never_a_value_head(run):  # G7
   state = phases.initial_state(config, learner, workdir, phases.reinforcement_learning(config))
   critic = jax.device_get(state.critic.params)
   head = critic.pop("value_head")
-  assert head.shape == (16, learner.value_specs["value_head"].shape[-1]) and not head.any()
+  assert head.shape == (16, learner.critic.specs["value_head"].shape[-1]) and not head.any()
   expected = {name: leaf for name, leaf in policy.items() if name != "head"}
   assert policy["head"].any() and "head" not in critic
   jax.tree.map(np.testing.assert_array_equal, critic, expected)
@@ -44,7 +44,7 @@ def test_a_policy_checkpoint_is_no_critic(run):
   with pytest.raises(ConfigError, match="no critic"):
     load_params(workdir / phases.SFT, "critic")
   with pytest.raises(ConfigError, match="policy/(value_)?head"):
-    load_params(workdir / phases.SFT, "policy", setup.sharded_specs(learner.value_specs, learner.mesh))
+    load_params(workdir / phases.SFT, "policy", setup.sharded_specs(learner.critic.specs, learner.layout))
 
 
 @pytest.mark.parametrize("run", [SCALAR], indirect=True)

@@ -21,7 +21,7 @@ from toys.runs import assert_identical, interrupted_after
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
-from sao_jax.learner import setup
+from sao_jax.learner import placement, setup
 from sao_jax.report.metrics import read_metrics
 from sao_jax.training import loop, phases, replay
 from sao_jax.training.consumed import Record
@@ -34,7 +34,7 @@ DEADLINE = 240.0  # seconds; only a hang takes as long
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
 
 
 def consumed(workdir, step):
@@ -45,7 +45,7 @@ def consumed(workdir, step):
 def uninterrupted(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("uninterrupted")
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+    patch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
     return workdir, loop.train(killed_run.get_config(STEPS, latency_seed=1), workdir)
 
 
@@ -124,6 +124,12 @@ def log_of(workdir):
   return workdir.with_suffix(".log")
 
 
+def lines(workdir):
+  """Number of metrics that a run has written."""
+  metrics = workdir / "metrics.jsonl"
+  return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
 def wait_until(condition, process):
   began = time.monotonic()
   while not condition() and process.poll() is None:
@@ -137,14 +143,12 @@ def kill_again_and_again(workdir, seed):
   Every other kill waits for a save to be under way. Before them, one run is asked to end.
   """
   rng = random.Random(seed)
-  metrics = workdir / "metrics.jsonl"
-  written = lambda: metrics.read_bytes().count(b"\n") if metrics.exists() else 0
   saving = lambda: any((workdir / "train").glob("*.orbax-checkpoint-tmp*"))
   hits = 0
   for kill in range(1 + KILLS):
     process = start(workdir, latency_seed=100 * seed + kill)
-    enough = written() + rng.randint(1, 3)
-    wait_until(lambda enough=enough: written() >= enough, process)
+    enough = lines(workdir) + rng.randint(1, 3)
+    wait_until(lambda enough=enough: lines(workdir) >= enough, process)
     if kill % 2:
       wait_until(saving, process)
     else:
@@ -163,7 +167,11 @@ def kill_again_and_again(workdir, seed):
 def test_runs_killed_at_twenty_random_points_are_the_uninterrupted_ones(tmp_path):
   """kill -9 between and in the middle of steps, and in the middle of saves, with a single checkpoint kept."""
   kinds = ["plain", "faulty"]
-  uninterrupted = [start(tmp_path / f"{kind}_expected", latency_seed=0) for kind in kinds]
+  uninterrupted = []
+  for kind in kinds:  # one after the other until they train: what the first has compiled, all others find
+    workdir = tmp_path / f"{kind}_expected"
+    uninterrupted.append(start(workdir, latency_seed=0))
+    wait_until(lambda workdir=workdir: lines(workdir) > 0, uninterrupted[-1])
   with concurrent.futures.ThreadPoolExecutor() as threads:
     killed = threads.map(kill_again_and_again, [tmp_path / kind for kind in kinds], [1, 2])
   hits, processes = zip(*killed)

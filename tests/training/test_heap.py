@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from sao_jax.training.heap import settled_heap
+from sao_jax.training.heap import frozen_heap
 
 
 class Node:
@@ -16,7 +16,7 @@ class Node:
 
 def test_what_existed_is_left_alone_and_what_comes_later_is_collected():
   before = Node()
-  with settled_heap():
+  with frozen_heap():
     assert gc.get_freeze_count() > 10_000 and len(gc.get_objects()) < gc.get_freeze_count() / 10
     assert not any(one is before for one in gc.get_objects())
     later = Node()
@@ -29,6 +29,6 @@ def test_what_existed_is_left_alone_and_what_comes_later_is_collected():
 
 
 def test_an_exception_settles_nothing_for_ever():
-  with pytest.raises(ValueError), settled_heap():
+  with pytest.raises(ValueError), frozen_heap():
     raise ValueError
   assert gc.get_freeze_count() == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
 import subprocess
 import sys
@@ -13,10 +12,11 @@ import threading
 import time
 
 import pytest
-from toys import hanging_toy, training_toy
+from toys import hanging_toy, processes, training_toy
 from toys.paths import REPOSITORY, TESTS
 from toys.rollout_fakes import FakeSampler, completion
 
+from sao_jax.evaluation import event_loop
 from sao_jax.evaluation.event_loop import run_in_background
 from sao_jax.evaluation.fixed_policy import run_episodes
 from sao_jax.interrupt import Interrupt, Interrupted
@@ -90,8 +90,8 @@ def test_what_is_left_over_may_end_in_peace_but_holds_up_nobody(monkeypatch):
 
 
 def test_a_look_that_raises_ends_it():
-  def look(event_loop):
-    assert event_loop.is_running()
+  def look(running):
+    assert running.is_running()
     raise RuntimeError("enough")
 
   with pytest.raises(RuntimeError, match="enough"):
@@ -163,7 +163,7 @@ def launch(program, workdir, *flags):
     "--config=tests/toys/hanging_toy.py",
     *flags,
   ]
-  environment = dict(os.environ, XLA_FLAGS="", PYTHONPATH=str(TESTS), SAO_TEST_MARK=str(mark))
+  environment = processes.environment(PYTHONPATH=TESTS, SAO_TEST_MARK=mark)
   process = subprocess.Popen(
     command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
   )

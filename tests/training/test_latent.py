@@ -12,9 +12,9 @@ from toys import latent_toy, training_toy
 from sao_jax.config import ModelConfig
 from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
-from sao_jax.learner import setup
-from sao_jax.models.sparse_attention import indexer_paths
-from sao_jax.models.value import frozen_value_paths, value_param_specs, value_params_from_policy
+from sao_jax.learner import placement, setup
+from sao_jax.models.attention.sparse import indexer_paths
+from sao_jax.models.critic import critic_params_from_policy, critic_specs, frozen_critic_paths
 from sao_jax.parallel.params import path_name, path_names
 from sao_jax.training.sft import make_sft_step
 from sao_jax.types import TrajectoryBatch
@@ -29,10 +29,10 @@ INDEXER = {f"indexer_layers/{name}" for name in ("q", "k", "k_norm", "k_norm_bia
 
 def test_frozen_paths_are_an_explicit_list():
   expected = {f"{stack}_layers/attention/{name}" for stack in ("dense", "moe") for name in LATENT} | INDEXER
-  names = set(path_names(value_param_specs(MODEL)))
-  assert frozen_value_paths(MODEL) == expected
+  names = set(path_names(critic_specs(MODEL)))
+  assert frozen_critic_paths(MODEL) == expected
   assert expected == {name for name in names if "/attention/" in name or name.startswith("indexer_layers/")}
-  assert frozen_value_paths(MODEL, attention=False) == INDEXER == indexer_paths(MODEL)
+  assert frozen_critic_paths(MODEL, attention=False) == INDEXER == indexer_paths(MODEL)
   assert indexer_paths(ModelConfig()) == frozenset()
 
 
@@ -63,19 +63,19 @@ def named(tree):
 
 def test_training_leaves_the_indexers_alone(monkeypatch):
   """A step of reinforcement learning, of both networks, and one of imitation, with weight decay."""
-  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
   model = dataclasses.replace(MODEL, num_experts=0)
   config = dataclasses.replace(training_toy.get_config(), model=model)
   config = training_toy.replace(config, algorithm={"value_updates": 1, "advantage_values": "pre"})
   learner = setup.make_learner(config)
   first = setup.init_policy_params(learner, 0)
-  critic = value_params_from_policy(first, model, initializer="normal")  # a zero head would give no gradients
+  critic = critic_params_from_policy(first, model, initializer="normal")  # a zero head would give no gradients
   before = named(first)
-  imitate = make_sft_step(learner.policy_apply, learner.policy_optimizer, learner.frozen_policy_paths)
-  imitated, _ = imitate(setup.make_network(learner, first), make_batch())
+  imitate = make_sft_step(learner.policy)
+  imitated, _ = imitate(setup.make_network_state(learner.policy, learner.layout, first), make_batch())
   state, metrics = setup.make_step(learner)(setup.make_state(learner, first, critic), make_batch())
   assert metrics["policy_updates_skipped"] == metrics["critic_updates_skipped"] == 0
-  expected = ((imitated, INDEXER), (state.policy, INDEXER), (state.critic, frozen_value_paths(model)))
+  expected = ((imitated, INDEXER), (state.policy, INDEXER), (state.critic, frozen_critic_paths(model)))
   for network, frozen in expected:
     after = named(network.params)
     assert {name for name in after.keys() & before.keys() if np.array_equal(before[name], after[name])} == frozen

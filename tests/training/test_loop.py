@@ -17,7 +17,7 @@ from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.episode import EnvironmentFailure
 from sao_jax.evaluation import fixed_policy
-from sao_jax.learner import placement, setup
+from sao_jax.learner import placement, sampler_side, setup
 from sao_jax.learner.packing import pack, shard_batch
 from sao_jax.report.metrics import read_metrics
 from sao_jax.report.page import append_episode, read_episodes, write_report
@@ -33,7 +33,7 @@ def leaves(tree):
 def one_device():
   """As on a machine with one device."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+    patch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
     yield
 
 
@@ -157,23 +157,15 @@ def synchronous(config, workdir, steps):
   learner = setup.make_learner(config)
   phase = phases.reinforcement_learning(config)
   state = phases.initial_state(config, learner, workdir, phase)
-  publish = setup.make_publisher(learner)
+  publish = sampler_side.make_publisher(learner)
   source = config.environment.prompts(config.environment.tokenizer(), "train", config.training.seed)
   prompts = make_prompt_iterator(source, seed=phases.prompt_seed(config, phase.name))
   batch_size = config.rollout.batch_size
   train_steps = {
-    update_policy: make_train_step(
-      config.algorithm,
-      learner.policy_apply,
-      learner.value_apply,
-      learner.policy_optimizer,
-      learner.value_optimizer,
-      frozen_value_paths=learner.frozen_paths,
-      update_policy=update_policy,
-    )
+    update_policy: make_train_step(config.algorithm, learner.policy, learner.critic, update_policy=update_policy)
     for update_policy in (False, True)
   }
-  with placement.make_service(
+  with sampler_side.make_service(
     config, publish(state.policy.params), seed=phases.sampler_seed(config, phase.name)
   ) as service:
     for step in range(steps):
@@ -182,7 +174,7 @@ def synchronous(config, workdir, steps):
         config, service, batch_prompts, temperature=1.0, first_rollout_id=step * batch_size
       )
       batch = pack(trajectories, config.rollout.row_lengths, config.rollout.row_counts)
-      state, _ = train_steps[step >= phase.critic_steps](state, shard_batch(batch, learner.mesh))
+      state, _ = train_steps[step >= phase.critic_steps](state, shard_batch(batch, learner.layout))
       service.publish(publish(state.policy.params), phase.version(step + 1))
   return state
 

@@ -17,7 +17,7 @@ from sao_jax.configuration import config_tree
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface import convert
 from sao_jax.huggingface.load import import_policy
-from sao_jax.learner import setup
+from sao_jax.learner import placement, sampler_side, setup
 from sao_jax.models.lora import merge_lora
 from sao_jax.parallel.params import path_names
 from sao_jax.report.metrics import read_metrics
@@ -39,7 +39,7 @@ def config_of():
 
 @pytest.fixture
 def one_device(monkeypatch):
-  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def finished(tmp_path_factory):
   """SFT without factors; then value pretraining and RL with them."""
   workdir = tmp_path_factory.mktemp("lora")
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+    patch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
     sft.sft(full_config(), workdir)
     config = config_of()
     loop.pretrain_value(config, workdir)
@@ -68,7 +68,7 @@ def test_the_base_stays_and_the_factors_train(finished):
   assert all(moved) and len(moved) == 2 * (4 + 3)
   moments = {"/".join(str(k.key) for k in path) for path, _ in jax.tree_util.tree_leaves_with_path(mu_of(result))}
   assert moments == {f"lora/{name}" for name in path_names(factors[0])}
-  assert {*path_names(imitated), "lora/scale"} == setup.make_learner(config).frozen_policy_paths
+  assert {*path_names(imitated), "lora/scale"} == setup.make_learner(config).policy.frozen
 
 
 def mu_of(result):
@@ -87,7 +87,7 @@ def test_what_is_published_is_merged(finished):
   config, _, result = finished
   learner = setup.make_learner(config, tuple(jax.devices()[:1]))
   params = jax.device_get(result.state.policy.params)
-  published = setup.make_publisher(learner)(result.state.policy.params)
+  published = sampler_side.make_publisher(learner)(result.state.policy.params)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), published, merge_lora(params))
   assert np.abs(published["moe_layers"]["attention"]["q"] - params["moe_layers"]["attention"]["q"]).max() > 1e-5
 

@@ -7,7 +7,7 @@ import pytest
 from absl import logging
 from toys import training_toy
 
-from sao_jax.learner import setup
+from sao_jax.learner import placement, setup
 from sao_jax.report.metrics import read_metrics
 from sao_jax.training import loop, phases
 
@@ -50,7 +50,7 @@ def test_explained_variance_has_plateaued(known, changes, ends):
 
 
 def test_it_ends_early_stays_ended_and_training_knows(tmp_path, monkeypatch):
-  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
   config = make_config(plateau_gain=1e6)
   result = loop.pretrain_value(config, tmp_path)
   assert 5 <= result.step < 40 and not result.interrupted

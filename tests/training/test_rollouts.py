@@ -73,7 +73,7 @@ def test_what_is_taken_is_recorded_under_the_step_that_it_leads_to(tmp_path):
   with rollouts:
     for version in range(3):
       taken.append(rollouts.take(version))
-      rollouts.publish("weights", version + 1)
+      rollouts.end_step(version + 1, "weights")
   assert [ids(batch) for batch in taken] == [list(range(4 * n, 4 * n + 4)) for n in range(3)]
   for step, batch in zip((8, 9, 10), taken, strict=True):
     assert [t.token_ids.tolist() for t in record.read(step)] == [t.token_ids.tolist() for t in batch.trajectories]
@@ -93,13 +93,13 @@ def test_a_step_ends_with_its_weights_published_and_only_then_its_batch_is_train
   with rollouts:
     rollouts.take(0)
     assert rollouts.loop.stats()["in_training"] == 4
-    rollouts.publish("new", 1)
+    rollouts.end_step(1, "new")
     assert service.published[0][:2] == ("new", 1)
     if deterministic:  # what was begun under version 0 has ended under it
       assert service.published[0][2] == 0
     assert rollouts.loop.stats()["trained"] == 4 and rollouts.loop.buffer.version == 1
     rollouts.take(1)
-    rollouts.on_version(1)  # a step of the critic alone publishes nothing
+    rollouts.end_step(1)  # a step of the critic alone publishes nothing
     assert len(service.published) == 1 and rollouts.loop.stats()["trained"] == 8
 
 
@@ -151,7 +151,7 @@ def test_metrics_are_those_since_the_step_before():
       assert metrics["rollouts_in_training"] == 4 and metrics["rollouts_trained"] == 4 * version
       assert 0.5 < metrics["trainer_idle_fraction"] <= 1.0 and 0 < metrics["step_seconds"] < 20
       assert metrics["turns_mean"] == 2.0 and metrics["truncated_fraction"] == 0.0
-      rollouts.publish(None, version + 1)
+      rollouts.end_step(version + 1)
 
 
 def test_a_state_saved_within_a_step_has_its_batch_as_buffered():

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 from toys import training_toy
 
-from sao_jax.learner import setup
+from sao_jax.learner import placement
 from sao_jax.report.metrics import read_metrics
 from sao_jax.training import phases, sft
 
 
 def test_ctrl_c_and_the_same_command_again_leave_no_trace(tmp_path, monkeypatch):
-  monkeypatch.setattr(setup, "local_devices", lambda: tuple(jax.devices()[:1]))
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
   config = training_toy.replace(training_toy.get_config(), sft={"steps": 4}, training={"checkpoint_every": 1000})
   expected = jax.device_get(sft.sft(config, tmp_path / "expected"))
   pack, packed = sft.packed_batch, []

@@ -8,10 +8,9 @@ import pytest
 from toys import training_toy
 from toys.trajectories import make_trajectories
 
-from sao_jax.algorithm.train_step import make_train_step
 from sao_jax.learner import setup
 from sao_jax.learner.packing import pack, shard_batch
-from sao_jax.models.value import value_params_from_policy
+from sao_jax.models.critic import critic_params_from_policy
 
 MESHES = {
   "data=8": {"data": 8, "fsdp": 1},
@@ -34,17 +33,9 @@ def three_steps(config, devices):
   """The gradients (from Adam's first moments after one step), the state after three steps, and all metrics."""
   learner = setup.make_learner(config, tuple(devices))
   policy = setup.init_policy_params(learner, seed=0)
-  state = setup.make_state(learner, policy, value_params_from_policy(policy, config.model))
-  step = make_train_step(
-    config.algorithm,
-    learner.policy_apply,
-    learner.value_apply,
-    learner.policy_optimizer,
-    learner.value_optimizer,
-    frozen_value_paths=learner.frozen_paths,
-    state_shardings=jax.tree.map(lambda leaf: leaf.sharding, setup.abstract_state(learner)),
-  )
-  batch = shard_batch(pack(make_trajectories(), (32,), (16,), setup.rows_multiple(learner)), learner.mesh)
+  state = setup.make_state(learner, policy, critic_params_from_policy(policy, config.model))
+  step = setup.make_step(learner)
+  batch = shard_batch(pack(make_trajectories(), (32,), (16,), setup.rows_multiple(learner)), learner.layout)
   all_metrics = []
   for index in range(3):
     state, metrics = step(state, batch)

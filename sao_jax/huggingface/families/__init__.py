@@ -1,4 +1,4 @@
-"""The families of published models that can be read and written, and which of them a model or a folder belongs to."""
+"""The families of published models that can be read and written, and the choice of one for a folder or a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAMILIES = (qwen3.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY, glm_moe_dsa.FAMILY)
 
 
 def family_of_fields(fields: Mapping[str, Any]) -> Family:
-  """The family of a config.json. ConfigError when there is none of its model_type."""
+  """Returns the family that a config.json belongs to. ConfigError when its model_type is unknown."""
   for family in FAMILIES:
     if family.model_type == fields.get("model_type"):
       return family
@@ -23,12 +23,12 @@ def family_of_fields(fields: Mapping[str, Any]) -> Family:
 
 
 def family_of_model(config: ModelConfig) -> Family:
-  """The first family whose config.json can say all about this shape. ConfigError when none can, saying why."""
+  """Returns the first family whose config.json can express this shape. ConfigError, with reasons, when none can."""
   reasons = []
   for family in FAMILIES:
     try:
       differences = "; ".join(shape_differences(config, family.model_config(family.write(config))))
-    except ConfigError as error:  # what was written means a model that the family does not have
+    except ConfigError as error:  # the family refuses what it wrote: it has no such model
       differences = error.problem
     if not differences:
       return family
@@ -41,7 +41,7 @@ def family_of_model(config: ModelConfig) -> Family:
 
 
 def from_hf_config(fields: Mapping[str, Any], model: ModelConfig = DEFAULT_MODEL) -> ModelConfig:
-  """`model` with the shape that the fields of a config.json give; run-time choices (dtypes, remat) stay.
+  """Returns `model` with the shape that a config.json gives; choices of a run (dtypes, remat) stay.
 
   Raises:
     ConfigError: listing every field that is missing, unknown, or has a value that is not implemented.

@@ -7,30 +7,33 @@ from typing import Any
 
 from sao_jax.config import ModelConfig
 from sao_jax.huggingface.families import qwen3, qwen3_moe
-from sao_jax.huggingface.families.family import Family
+from sao_jax.huggingface.families.family import Family, matrix, vector
 from sao_jax.huggingface.families.fields import Fields, read_rope
 
 BIASES = {
-  "attention/q_bias": ("self_attn.q_proj.bias", 0),
-  "attention/k_bias": ("self_attn.k_proj.bias", 0),
-  "attention/v_bias": ("self_attn.v_proj.bias", 0),
+  "attention/q_bias": vector("self_attn.q_proj.bias"),
+  "attention/k_bias": vector("self_attn.k_proj.bias"),
+  "attention/v_bias": vector("self_attn.v_proj.bias"),
 }
 ROUTED = {
-  "moe/correction_bias": ("mlp.gate.e_score_correction_bias", 0),
-  "moe/shared/gate": ("mlp.shared_experts.gate_proj.weight", 1),
-  "moe/shared/up": ("mlp.shared_experts.up_proj.weight", 1),
-  "moe/shared/down": ("mlp.shared_experts.down_proj.weight", 1),
+  "moe/correction_bias": vector("mlp.gate.e_score_correction_bias"),
+  "moe/shared/gate": matrix("mlp.shared_experts.gate_proj.weight"),
+  "moe/shared/up": matrix("mlp.shared_experts.up_proj.weight"),
+  "moe/shared/down": matrix("mlp.shared_experts.down_proj.weight"),
 }
-ROTARY_FRACTION = 0.5  # what transformers assumes
+ROTARY_FRACTION = 0.5  # the default of transformers
 
 
 def read_experts(fields: Fields) -> dict[str, Any]:
-  """The experts of GLM-4.5 and of what came after it."""
+  """Reads the experts of GLM-4.5 and its successors."""
   fields.only("scoring_func", "sigmoid")
   fields.only("topk_method", "noaux_tc")
+
+  # The shared experts are one feed-forward layer to us, of their joint width.
   width, num_experts = fields.take("moe_intermediate_size"), fields.take("n_routed_experts")
   if num_experts < 1:
     fields.refuse("n_routed_experts", num_experts)
+
   return {
     "num_experts": num_experts,
     "num_experts_per_token": fields.take("num_experts_per_tok"),
@@ -46,7 +49,7 @@ def read_experts(fields: Fields) -> dict[str, Any]:
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:
-  """The inverse of `read_experts`."""
+  """Writes the fields that `read_experts` reads."""
   return {
     "n_routed_experts": config.num_experts,
     "num_experts_per_tok": config.num_experts_per_token,
@@ -61,15 +64,15 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
 
 
 def read(fields: Fields) -> dict[str, Any]:
-  """The shape of a GLM-4.5; how many layers predict further tokens is `beyond_trunk`'s business."""
-  fields.irrelevant("num_nextn_predict_layers")
+  """Reads the shape of a GLM-4.5."""
+  fields.irrelevant("num_nextn_predict_layers")  # these layers are no part of the model: see `prediction_layers`
   attention = {"attention_bias": fields.take("attention_bias", False), "qk_norm": fields.take("use_qk_norm", False)}
   rope = read_rope(fields, rotary_fraction=ROTARY_FRACTION)
   return qwen3.read_common(fields) | rope | read_experts(fields) | attention
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-  """Its config.json."""
+  """Writes the config.json of a GLM-4.5, without layers for multi-token prediction."""
   return (
     qwen3.write_common(config)
     | write_experts(config)
@@ -83,9 +86,9 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def prediction_layers(fields: Mapping[str, Any]) -> tuple[str, ...]:
-  """Prefixes of the multi-token-prediction layers, which follow the layers of the model.
+  """Returns the prefixes of the multi-token-prediction layers, which follow the layers of the model.
 
-  One where the folder says nothing, as in all published ones; null is none.
+  A config.json that leaves their number out means one layer, as in all published folders; null means none.
   """
   first, number = fields["num_hidden_layers"], fields.get("num_nextn_predict_layers", 1) or 0
   return tuple(f"model.layers.{first + i}." for i in range(number))

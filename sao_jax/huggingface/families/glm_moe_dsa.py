@@ -1,8 +1,8 @@
 """GLM-5 and GLM-5.2 (arXiv 2602.15763): the experts of GLM-4.5, latent attention, sparse attention by an indexer.
 
-As in transformers 5.24: both rotary embeddings turn interleaved pairs (its releases before that paired halves in the
-indexer), and the norms of latents have an epsilon of their own. GLM-5.2 says in `indexer_types` which layers have no
-indexer and read what the last layer with one chose.
+The reference is transformers 5.24: both rotary embeddings turn interleaved pairs (earlier releases paired halves in the
+indexer), and the norms of latents have an epsilon of their own. In GLM-5.2 some layers have no indexer and reuse the
+choice of the last layer that has one; `indexer_types` names the kind of every layer.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from sao_jax.config import ModelConfig
 from sao_jax.huggingface.families import glm4_moe, qwen3, qwen3_moe
-from sao_jax.huggingface.families.family import Family, stacked_layers
+from sao_jax.huggingface.families.family import Family, matrix, stacked_layers, vector
 from sao_jax.huggingface.families.fields import Fields, read_rope
-from sao_jax.models.sparse_attention import is_full
+from sao_jax.models.attention.sparse import is_full
 
-# config.json -> ModelConfig, values as they are.
+# config.json -> ModelConfig, with the same value.
 SAME = {
   **{name: name for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
   "index_topk": "index_topk",
@@ -23,34 +23,38 @@ SAME = {
   "index_head_dim": "index_head_dim",
 }
 LATENT = {
-  "attention/q_a": ("self_attn.q_a_proj.weight", 1),
-  "attention/q_a_norm": ("self_attn.q_a_layernorm.weight", 0),
-  "attention/q_b": ("self_attn.q_b_proj.weight", 1),
-  "attention/kv_a": ("self_attn.kv_a_proj_with_mqa.weight", 1),
-  "attention/kv_a_norm": ("self_attn.kv_a_layernorm.weight", 0),
-  "attention/kv_b": ("self_attn.kv_b_proj.weight", 1),
-  "attention/o": ("self_attn.o_proj.weight", 2),
+  "attention/q_a": matrix("self_attn.q_a_proj.weight"),
+  "attention/q_a_norm": vector("self_attn.q_a_layernorm.weight"),
+  "attention/q_b": matrix("self_attn.q_b_proj.weight"),
+  "attention/kv_a": matrix("self_attn.kv_a_proj_with_mqa.weight"),
+  "attention/kv_a_norm": vector("self_attn.kv_a_layernorm.weight"),
+  "attention/kv_b": matrix("self_attn.kv_b_proj.weight"),
+  "attention/o": matrix("self_attn.o_proj.weight", inputs=2),
 }
 INDEXER = {
-  "q": ("self_attn.indexer.wq_b.weight", 1),
-  "k": ("self_attn.indexer.wk.weight", 1),
-  "k_norm": ("self_attn.indexer.k_norm.weight", 0),
-  "k_norm_bias": ("self_attn.indexer.k_norm.bias", 0),
-  "weights": ("self_attn.indexer.weights_proj.weight", 1),
+  "q": matrix("self_attn.indexer.wq_b.weight"),
+  "k": matrix("self_attn.indexer.wk.weight"),
+  "k_norm": vector("self_attn.indexer.k_norm.weight"),
+  "k_norm_bias": vector("self_attn.indexer.k_norm.bias"),
+  "weights": matrix("self_attn.indexer.weights_proj.weight"),
 }
 
 
 def read(fields: Fields) -> dict[str, Any]:
-  """The shape of a GLM-5."""
+  """Reads the shape of a GLM-5."""
+  # The only variants that are implemented.
   fields.only("attention_bias", False)
   fields.only("mlp_bias", False)
   fields.only("rope_interleave", True)
   fields.only("indexer_rope_interleave", True)
   fields.only("moe_layer_freq", 1)
   fields.only("moe_router_dtype", "float32")
-  # Of training, of the layers that predict further tokens, and sums of other fields.
+
+  # Settings of training and of multi-token prediction, and the sum of two other fields.
   fields.irrelevant("ep_size", "pretraining_tp", "qk_head_dim")
   fields.irrelevant("num_nextn_predict_layers", "index_share_for_mtp_iteration")
+
+  # The fields with a counterpart in ModelConfig; latent attention needs its ranks and the indexer.
   shape = qwen3.read_common(fields) | read_rope(fields) | glm4_moe.read_experts(fields)
   shape |= {ours: fields.take(theirs) for theirs, ours in SAME.items()}
   for name in ("kv_lora_rank", "q_lora_rank", "index_topk"):
@@ -58,6 +62,8 @@ def read(fields: Fields) -> dict[str, Any]:
       fields.refuse(name, shape[name])
   if shape["num_kv_heads"] != shape["num_heads"]:
     fields.refuse("num_key_value_heads", shape["num_kv_heads"])
+
+  # Lists with an entry per layer: of attention and feed-forward only the arrangements that the model has.
   num_layers = shape["num_layers"]
   kinds = fields.take("layer_types", ())
   if set(kinds) - {"indexed_attention", "deepseek_sparse_attention"}:
@@ -68,12 +74,16 @@ def read(fields: Fields) -> dict[str, Any]:
     if feed_forward != ["dense"] * dense + ["sparse"] * (num_layers - dense):
       fields.refuse("mlp_layer_types", feed_forward)
   types = read_indexer_types(fields, num_layers)
-  # Like transformers we take the rotated part for the head dimension, whatever the file says.
+
+  # The head dimension is that of the rotated part, as in transformers, whatever the file says.
   return shape | {"indexer_types": types, "head_dim": shape["qk_rope_head_dim"], "qk_norm": False}
 
 
 def read_indexer_types(fields: Fields, num_layers: int) -> tuple[str, ...]:
-  """The kinds of all layers, () where each has an indexer; explicit, as letters, or by a rhythm, in this order."""
+  """Returns "full" or "shared" for every layer; () if each has an indexer.
+
+  A folder lists the kinds (indexer_types), spells them as letters, or gives a rhythm; the first of these counts.
+  """
   pattern, rhythm = fields.take("index_topk_pattern", ()), max(fields.take("index_topk_freq", 1), 1)
   offset = fields.take("index_skip_topk_offset", 2)
   spelt = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
@@ -85,7 +95,7 @@ def read_indexer_types(fields: Fields, num_layers: int) -> tuple[str, ...]:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-  """Its config.json."""
+  """Writes the config.json of a GLM-5, without layers for multi-token prediction."""
   return (
     qwen3.write_common(config)
     | glm4_moe.write_experts(config)
@@ -99,7 +109,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def layers(config: ModelConfig, name: str) -> tuple[int, ...]:
-  """The layers of the model that a parameter stacks: of an indexer those that have one."""
+  """Returns the layers of the model that a parameter stacks; parameters of the indexer stack those that have one."""
   if name.startswith("indexer_layers/"):
     return tuple(i for i, full in enumerate(is_full(config)) if full)
   return stacked_layers(config, name)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from sao_jax.config import ModelConfig
-from sao_jax.huggingface.families.family import Family
+from sao_jax.huggingface.families.family import Family, matrix, unchanged, vector
 from sao_jax.huggingface.families.fields import Fields, read_rope, write_yarn
 
-# config.json -> ModelConfig, values as they are.
+# config.json -> ModelConfig, with the same value.
 SAME = {
   "vocab_size": "vocab_size",
   "hidden_size": "d_model",
@@ -20,31 +20,32 @@ SAME = {
   "max_position_embeddings": "max_positions",
   "rms_norm_eps": "rms_norm_eps",
 }
+# The same, for fields that a folder may leave out: config.json -> (ModelConfig, default).
 DEFAULTS = {"initializer_range": ("initializer_range", 0.02), "tie_word_embeddings": ("tie_embeddings", False)}
 
 EMBEDDINGS = {
-  "embed": ("model.embed_tokens.weight", None),
-  "final_norm": ("model.norm.weight", 0),
-  "head": ("lm_head.weight", 1),
+  "embed": unchanged("model.embed_tokens.weight"),
+  "final_norm": vector("model.norm.weight"),
+  "head": matrix("lm_head.weight"),
 }
-NORMS = {"attention_norm": ("input_layernorm.weight", 0), "mlp_norm": ("post_attention_layernorm.weight", 0)}
+NORMS = {"attention_norm": vector("input_layernorm.weight"), "mlp_norm": vector("post_attention_layernorm.weight")}
 ATTENTION = {
-  "attention/q": ("self_attn.q_proj.weight", 1),
-  "attention/k": ("self_attn.k_proj.weight", 1),
-  "attention/v": ("self_attn.v_proj.weight", 1),
-  "attention/o": ("self_attn.o_proj.weight", 2),
-  "attention/q_norm": ("self_attn.q_norm.weight", 0),
-  "attention/k_norm": ("self_attn.k_norm.weight", 0),
+  "attention/q": matrix("self_attn.q_proj.weight"),
+  "attention/k": matrix("self_attn.k_proj.weight"),
+  "attention/v": matrix("self_attn.v_proj.weight"),
+  "attention/o": matrix("self_attn.o_proj.weight", inputs=2),
+  "attention/q_norm": vector("self_attn.q_norm.weight"),
+  "attention/k_norm": vector("self_attn.k_norm.weight"),
 }
 DENSE = {
-  "mlp/gate": ("mlp.gate_proj.weight", 1),
-  "mlp/up": ("mlp.up_proj.weight", 1),
-  "mlp/down": ("mlp.down_proj.weight", 1),
+  "mlp/gate": matrix("mlp.gate_proj.weight"),
+  "mlp/up": matrix("mlp.up_proj.weight"),
+  "mlp/down": matrix("mlp.down_proj.weight"),
 }
 
 
 def read_common(fields: Fields) -> dict[str, Any]:
-  """What all our families share."""
+  """Reads the fields that all our families share."""
   fields.only("hidden_act", "silu")
   fields.only("attention_dropout", 0, 0.0)
   same = {ours: fields.take(theirs) for theirs, ours in SAME.items()}
@@ -52,7 +53,7 @@ def read_common(fields: Fields) -> dict[str, Any]:
 
 
 def read_full_attention(fields: Fields) -> None:
-  """Refuses sliding windows; where there are none, their sizes do not matter."""
+  """Refuses sliding windows; the sizes of windows that are not used do not matter."""
   fields.only("use_sliding_window", False)
   fields.irrelevant("sliding_window", "max_window_layers")
   kinds = fields.take("layer_types", ())
@@ -61,7 +62,7 @@ def read_full_attention(fields: Fields) -> None:
 
 
 def write_common(config: ModelConfig) -> dict[str, Any]:
-  """The inverse of `read_common`."""
+  """Writes the fields of `read_common`, and rope_theta and rope_scaling."""
   written = {theirs: getattr(config, ours) for theirs, ours in SAME.items()}
   written |= {theirs: getattr(config, ours) for theirs, (ours, _) in DEFAULTS.items()}
   rope = {"rope_theta": config.rope_theta, "rope_scaling": write_yarn(config.yarn)}
@@ -69,14 +70,14 @@ def write_common(config: ModelConfig) -> dict[str, Any]:
 
 
 def read(fields: Fields) -> dict[str, Any]:
-  """The shape of a dense Qwen3."""
+  """Reads the shape of a dense Qwen3."""
   fields.only("attention_bias", False)
   read_full_attention(fields)
   return read_common(fields) | read_rope(fields, yarn=True) | {"num_experts": 0, "qk_norm": True}
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-  """Its config.json."""
+  """Writes the config.json of a dense Qwen3."""
   return write_common(config) | {"attention_bias": False, "use_sliding_window": False}
 
 

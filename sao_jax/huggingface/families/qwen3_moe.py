@@ -6,28 +6,33 @@ from typing import Any
 
 from sao_jax.config import ModelConfig
 from sao_jax.huggingface.families import qwen3
-from sao_jax.huggingface.families.family import Family
+from sao_jax.huggingface.families.family import Family, matrix
 from sao_jax.huggingface.families.fields import Fields, read_rope
 
 EXPERTS = {
-  "moe/router": ("mlp.gate.weight", 1),
-  "moe/gate": ("mlp.experts.{expert}.gate_proj.weight", 1),
-  "moe/up": ("mlp.experts.{expert}.up_proj.weight", 1),
-  "moe/down": ("mlp.experts.{expert}.down_proj.weight", 1),
+  "moe/router": matrix("mlp.gate.weight"),
+  "moe/gate": matrix("mlp.experts.{expert}.gate_proj.weight"),
+  "moe/up": matrix("mlp.experts.{expert}.up_proj.weight"),
+  "moe/down": matrix("mlp.experts.{expert}.down_proj.weight"),
 }
 
 
 def read(fields: Fields) -> dict[str, Any]:
-  """The shape of a Qwen3-MoE; transformers 5 writes num_local_experts for what was num_experts."""
+  """Reads the shape of a Qwen3-MoE."""
   fields.only("attention_bias", False)
   fields.only("decoder_sparse_step", 1)
   qwen3.read_full_attention(fields)
+
+  # transformers 5 writes num_local_experts for what was num_experts.
   num_experts = fields.take("num_experts" if "num_experts" in fields else "num_local_experts")
   if num_experts < 1:
     fields.refuse("num_experts", num_experts)
+
+  # Dense layers, if any, must be the first ones.
   dense = list(fields.take("mlp_only_layers", ()))
   if dense != list(range(len(dense))):
     fields.refuse("mlp_only_layers", dense)
+
   return (
     qwen3.read_common(fields)
     | read_rope(fields, yarn=True)
@@ -43,7 +48,7 @@ def read(fields: Fields) -> dict[str, Any]:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-  """Its config.json."""
+  """Writes the config.json of a Qwen3-MoE."""
   return qwen3.write(config) | {
     "num_experts": config.num_experts,
     "num_experts_per_tok": config.num_experts_per_token,

@@ -1,4 +1,4 @@
-"""The value network: the policy's trunk with its own parameters and a zero-initialised scalar (or bin) head."""
+"""The critic: the policy's trunk with its own parameters and a zero-initialised scalar (or bin) head."""
 
 from __future__ import annotations
 
@@ -6,27 +6,19 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Key
 
 from sao_jax.config import ModelConfig
+from sao_jax.models.attention import attention_kind
 from sao_jax.models.linear import linear
 from sao_jax.models.policy import packed_trunk
-from sao_jax.models.router import router_bias_paths
-from sao_jax.models.sparse_attention import indexer_paths
-from sao_jax.models.transformer import param_specs
+from sao_jax.models.transformer import fixed_paths, param_specs
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs, init_params, path_names
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
 from sao_jax.types import TrajectoryBatch
 
-# All parameters of attention modules, by their names; a model has some of them.
-ATTENTION = (
-  *("q", "k", "v", "o", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias"),
-  *("q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b"),
-)
 
-
-def value_param_specs(config: ModelConfig, num_outputs: int = 1, initializer: str = "zeros") -> Specs:
+def critic_specs(config: ModelConfig, num_outputs: int = 1, initializer: str = "zeros") -> Specs:
   """The policy's parameters without a language-model head, plus "value_head" [D, num_outputs].
 
   The head starts as "zeros", so that V = 0, or "normal": N(0, config.initializer_range).
@@ -37,56 +29,57 @@ def value_param_specs(config: ModelConfig, num_outputs: int = 1, initializer: st
   return specs | {"value_head": head}
 
 
-def value_params_from_policy(
+def critic_params_from_policy(
   policy_params: Params,
   config: ModelConfig,
   num_outputs: int = 1,
   initializer: str = "zeros",
   key: Key[Array, ""] | None = None,
 ) -> Params:
-  """A value network that starts from a policy: a copy of its trunk and a new head, see `value_param_specs`.
+  """A critic that starts from a policy: a copy of its trunk and a new head, see `critic_specs`.
 
   The language-model head is never read, whatever its shape: a slice of it would be a value head that knows tokens.
   `key` is for a "normal" head.
   """
-  specs = value_param_specs(config, num_outputs, initializer)
+  specs = critic_specs(config, num_outputs, initializer)
   trunk = {name: jax.tree.map(jnp.copy, policy_params[name]) for name in specs if name != "value_head"}
   head = init_params({"value_head": specs["value_head"]}, jax.random.key(0) if key is None else key)
   return trunk | head
 
 
-def make_value_apply(
-  config: ModelConfig, *, mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
+def make_critic_apply(
+  config: ModelConfig, *, layout: Layout = ONE_DEVICE
 ) -> Callable[[Params, TrajectoryBatch], jax.Array]:
-  """Returns `value_apply(params, batch) -> outputs [B, T, num_outputs]`, fp32 and state-aligned.
+  """Returns `critic_apply(params, batch) -> outputs [B, T, num_outputs]`, fp32 and state-aligned.
 
   Entry t is the output after reading the tokens up to and including t: the value of the state before token t + 1.
   """
 
-  def value_apply(params: Params, batch: TrajectoryBatch) -> jax.Array:
-    hidden, _ = packed_trunk(params, config, batch, mesh, rules)  # the policy's experts are not the critic's
+  def critic_apply(params: Params, batch: TrajectoryBatch) -> jax.Array:
+    hidden, _ = packed_trunk(params, config, batch, layout)  # the policy's experts are not the critic's
     return linear(hidden, params["value_head"], dtype=jnp.float32)
 
-  return value_apply
+  return critic_apply
 
 
-def frozen_value_paths(
+def frozen_critic_paths(
   config: ModelConfig, *, attention: bool = True, router: bool = False, embeddings: bool = False
 ) -> frozenset[str]:
-  """The leaves of the value network that stay fixed during RL, by full name; nothing is matched by pattern.
+  """The leaves of the critic that stay fixed during RL, by full name; nothing is matched by pattern.
 
   Attention means all parameters of the attention modules, their q/k norms and biases included, but not the norms before
   them. The indexers of sparse attention and the correction biases of routers, which have no gradient, are always in it.
 
   Raises:
-    ValueError: the model declares a parameter of attention that `ATTENTION` does not list.
+    ValueError: the model declares a parameter of attention that its kind does not list (`AttentionKind.names`).
   """
-  declared = set(path_names(value_param_specs(config)))
-  listed = {f"{layers}/attention/{name}" for layers in ("dense_layers", "moe_layers") for name in ATTENTION}
+  declared = set(path_names(critic_specs(config)))
+  names = attention_kind(config).names
+  listed = {f"{layers}/attention/{name}" for layers in ("dense_layers", "moe_layers") for name in names}
   unlisted = {name for name in declared if "/attention/" in name} - listed
   if unlisted:
     raise ValueError(f"no list says whether these parameters of attention can be frozen: {sorted(unlisted)}")
-  paths = set(indexer_paths(config) | router_bias_paths(config))
+  paths = set(fixed_paths(config))
   if attention:
     paths |= listed
   if router:

@@ -1,4 +1,4 @@
-"""Wilson intervals and summaries."""
+"""Success rates and their Wilson intervals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from sao_jax.report.intervals import success, summarize, wilson_interval
+from sao_jax.report.success_rate import success, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,3 @@ def test_success_reads_well():
   result = success(450, 500)
   assert str(result) == "90.0% (450/500, 95% interval 87.1%–92.3%)"
   assert math.isnan(success(0, 0).rate) and (success(0, 0).low, success(0, 0).high) == (0.0, 1.0)
-
-
-def test_summaries_leave_out_what_is_not_finite():
-  result = summarize([1.0, 3.0, math.nan, 5.0, math.inf])
-  assert (result.count, result.mean, result.minimum, result.median, result.maximum) == (3, 3.0, 1.0, 3.0, 5.0)
-  assert result.std == pytest.approx(math.sqrt(8 / 3))
-  assert summarize([]).count == 0 and math.isnan(summarize([math.nan]).mean)

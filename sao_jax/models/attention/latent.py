@@ -19,16 +19,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention import packed_attention, packed_causal_mask
+from sao_jax.models.attention.kind import AttentionKind
+from sao_jax.models.attention.packed import packed_attention, packed_causal_mask
+from sao_jax.models.attention.sparse import (
+  Index,
+  index,
+  index_scores,
+  indexer_paths,
+  indexer_specs,
+  is_full,
+  select_top_k,
+)
 from sao_jax.models.linear import linear, rms_norm
 from sao_jax.models.rope import apply_interleaved_rope
-from sao_jax.models.sparse_attention import Index, index, index_scores, is_full, select_top_k
-from sao_jax.parallel.params import Params, ParamSpec, Specs
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
+from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
 
 LATENT_NORM_EPS = 1e-6  # of the two norms in here, whatever rms_norm_eps is, as transformers has it
 
@@ -100,10 +108,10 @@ Selection = Bool[Array, "B T S"] | None
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttend:
-  """What the queries of a call read, as `transformer.Attend` for layers with keys and values.
+  """Says what the queries of a call read, and keeps latents if it wants to.
 
   Attributes:
-    num_positions: S, the positions that may be there to read.
+    num_positions: S, the number of positions that there may be to read.
     select: (index, number of the indexer, carry) -> (selection [B, T, S], carry).
     attend: (q [B, T, H, q], latent [B, T, m], kv_b, selection or None, layer_index, carry) -> (out [B, T, H, v],
       carry).
@@ -115,12 +123,13 @@ class LatentAttend:
 
 
 def packed_latent_attend(
-  segment_ids: Int[Array, "B T"], config: ModelConfig, mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
+  config: ModelConfig, segment_ids: Int[Array, "B T"], layout: Layout = ONE_DEVICE
 ) -> LatentAttend:
-  """For packed rows: expanded attention, causal within segments, carry untouched."""
+  """Returns the `attend` of packed rows: expanded attention, causal within segments, carry untouched."""
   mask = packed_causal_mask(segment_ids)
-  attention = packed_attention(mesh, rules)
+  attention = packed_attention(layout)
 
+  # Choice and attention are both by the index in the row, and both causal within segments.
   def select(index: Index, number: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
     del number
     return select_top_k(index_scores(index.queries, index.weights, index.keys), mask, config.index_topk), carry
@@ -135,12 +144,7 @@ def packed_latent_attend(
   return LatentAttend(segment_ids.shape[1], select, attend)
 
 
-def no_selection(config: ModelConfig, attend: Any, batch: int, length: int) -> Selection:
-  """What travels through the layers before the first one has chosen; None where nothing is ever chosen."""
-  return jnp.zeros((batch, length, attend.num_positions), jnp.bool_) if config.index_topk else None
-
-
-def latent_attention(
+def latent_layer(
   params: Params,
   x: Float[Array, "B T D"],
   table: tuple[jax.Array, jax.Array],
@@ -149,30 +153,26 @@ def latent_attention(
   layer_index: jax.Array,
   carry: Any,
   *,
-  indexers: Params | None,
-  selection: Selection,
+  common: Params,
+  passed: Selection,
 ) -> tuple[Float[Array, "B T D"], Any, Selection]:
-  """Queries and latents of the tokens, the positions that they read, and whatever `attend` does with them.
+  """Queries and latents of the tokens, the choice of what they read, `attend`, output; see `kind.AttentionLayer`.
 
-  Args:
-    params: of the layer, as `latent_specs` declares them.
-    x: normalised hidden states.
-    table: rotary angles of the tokens, for config.qk_rope_head_dim.
-    config: static.
-    attend: what queries read.
-    layer_index: index of the layer, traced.
-    carry: state of `attend`.
-    indexers: the stack of all indexers, None without sparse attention.
-    selection: of the layer before.
+  With sparse attention `passed` is the selection of the layer before; a layer without an indexer of its own reads it
+  again, and passes it on.
   """
   q, compressed = latent_queries(params, x, table, config)
   latent = latent_keys(params, x, table, config)
+  selection = passed
+
   if config.index_topk:
+    # Indexers are stacked over the layers that have one: `number` counts those up to this layer.
     full = np.asarray(is_full(config))
     number = jnp.asarray(np.cumsum(full) - 1, jnp.int32)[layer_index]
 
     def choose() -> tuple[jax.Array, Any]:
-      own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), indexers)
+      take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+      own = jax.tree.map(take, common["indexer_layers"])
       return attend.select(index(own, x, compressed, table, config), number, carry)
 
     if full.all():
@@ -180,5 +180,30 @@ def latent_attention(
     else:
       keep = lambda: (selection, carry)
       selection, carry = jax.lax.cond(jnp.asarray(full)[layer_index], choose, keep)
+
+  # Absorbed or expanded, `attend` decides; heads are then joined and projected back.
   out, carry = attend.attend(q, latent, params["kv_b"], selection, layer_index, carry)
   return linear(out.reshape(*x.shape[:2], -1), params["o"].reshape(-1, x.shape[-1])), carry, selection
+
+
+def no_selection(config: ModelConfig, attend: LatentAttend, batch: int, length: int) -> Selection:
+  """Returns the selection that is passed to the first layer, which replaces it; None without sparse attention."""
+  return jnp.zeros((batch, length, attend.num_positions), jnp.bool_) if config.index_topk else None
+
+
+def indexer_stack(config: ModelConfig) -> Specs:
+  """The indexers of sparse attention, a stack of their own with one entry for each layer that has one."""
+  return {"indexer_layers": stack_specs(indexer_specs(config), sum(is_full(config)))} if config.index_topk else {}
+
+
+LATENT = AttentionKind(
+  specs=latent_specs,
+  layer=latent_layer,
+  packed=packed_latent_attend,
+  rotary_dim=lambda config: config.qk_rope_head_dim,
+  names=("q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b", "o"),
+  matrices={"q_a": 1, "q_b": 1, "kv_a": 1, "kv_b": 1, "o": 2},
+  common_specs=indexer_stack,
+  start=no_selection,
+  fixed=indexer_paths,
+)

@@ -1,28 +1,61 @@
-"""What the queries of the sampler read with latent attention: latents as they lie in the cache, never expanded."""
+"""The cache of latent attention: the latents of every token, which are never expanded, and the keys of indexers."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.latent_attention import LatentAttend, Selection, absorb, absorbed_values
-from sao_jax.models.sparse_attention import Index, index_scores, select_top_k
+from sao_jax.models.attention.latent import LatentAttend, Selection, absorb, absorbed_values
+from sao_jax.models.attention.sparse import Index, index_scores, is_full, select_top_k
 from sao_jax.sampler.attend import readable, stretched_attention
-from sao_jax.sampler.cache import LatentCache, num_positions
+from sao_jax.sampler.cache import Cache
+
+
+@flax.struct.dataclass
+class LatentCache(Cache):
+  """One vector per token and layer, for all heads, and one key of each indexer.
+
+  Attributes:
+    latent: [S, L, C, m], m = compressed numbers and rotary key.
+    index: [S, F, C, i], F indexers; None without sparse attention.
+  """
+
+  POSITION_AXES: ClassVar = {"latent": 2, "index": 2}
+  WEIGHTED: ClassVar = ("latent",)
+  LOGICAL_AXES: ClassVar = ("slots",)  # a latent is for all heads: each device of "tensor" has it
+
+  latent: Float[Array, "S L C m"]
+  index: Float[Array, "S F C i"] | None
+
+  @classmethod
+  def empty(cls, config: ModelConfig, rows: int, length: int, dtype: jax.typing.DTypeLike) -> LatentCache:
+    """Zeros for `rows` slots of `length` positions."""
+    zeros = lambda layers, width: jnp.zeros((rows, layers, length, width), dtype)
+    latent = zeros(config.num_layers, config.kv_lora_rank + config.qk_rope_head_dim)
+    return cls(latent, zeros(sum(is_full(config)), config.index_head_dim) if config.index_topk else None)
+
+  def attend(
+    self, config: ModelConfig, lengths: Int[Array, " R"], step: Int[Array, ""] | int, num_new: int
+  ) -> LatentAttend:
+    """See `Cache.attend` and `cached_latent_attend`."""
+    return cached_latent_attend(config, self, lengths, step, num_new)
 
 
 def cached_latent_attend(
   config: ModelConfig, past: LatentCache, lengths: Int[Array, " R"], step: Int[Array, ""] | int, num_new: int
 ) -> LatentAttend:
-  """The `attend` argument of `transformer.trunk` for prefill and decode: absorbed attention.
+  """Returns the `attend` of prefill and decode: absorbed attention.
 
-  As `cached_attend`: the carry is a `LatentCache` of the R rows with `num_new` positions for the tokens of this call,
-  which go to positions step ... of it. Positions count through `past` first and then through the carry, so that of
-  equal scores the earlier token wins here as in the learner. What is not selected is masked, not left unread.
+  As in `kv_cache.cached_attend`, the carry is a `LatentCache` of the R rows with `num_new` positions for the tokens of
+  this call, which go to positions step ... of it. Positions count through `past` first and then through the carry: of
+  equal scores the earlier token wins, as in the learner. Positions that are not selected are masked, but still read.
   """
-  window = num_positions(past)
+  window = past.num_positions
 
   def write(array: jax.Array, rows: jax.Array, layer: jax.Array) -> jax.Array:  # [R, L, N, m], [R, T, m]
     return jax.lax.dynamic_update_slice(array, rows[:, None].astype(array.dtype), (0, layer, step, 0))
@@ -49,6 +82,8 @@ def cached_latent_attend(
     new = new.replace(latent=write(new.latent, latent, layer_index))
     mask = allowed(q.shape[1]) if selection is None else selection
     queries = absorb(q, kv_b, config.qk_nope_head_dim)
+
+    # Every head reads the latents themselves: as keys in full, as values their compressed numbers.
     parts = stretches(past.latent, new.latent, layer_index, q.dtype)
     masks = jnp.split(mask, [window], axis=-1) if window else [mask]
     keys_and_values = [

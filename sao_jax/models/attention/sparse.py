@@ -25,11 +25,11 @@ QUERIES_AT_A_TIME = 128  # bounds the scores of single heads, [B, 128, I, S]
 
 
 class Index(NamedTuple):
-  """What the indexer makes of the tokens of a call: I heads of width i, one key for all of them.
+  """Queries, head weights and keys that an indexer makes of the tokens of a call: I heads of width i, one key for all.
 
   Attributes:
     queries: [B, T, I, i].
-    weights: fp32, of the heads, for every query; the scale of the scores is in it.
+    weights: fp32, one of each head for every query; they contain the scale of the scores.
     keys: [B, T, i].
   """
 
@@ -52,7 +52,7 @@ def indexer_specs(config: ModelConfig) -> Specs:
 
 
 def indexer_paths(config: ModelConfig) -> frozenset[str]:
-  """The full names of all indexer parameters: what training leaves alone, in the policy and in the critic."""
+  """The full names of all indexer parameters, which training leaves alone in the policy and in the critic."""
   return frozenset(f"indexer_layers/{name}" for name in INDEXER) if config.index_topk else frozenset()
 
 

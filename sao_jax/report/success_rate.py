@@ -1,11 +1,10 @@
-"""Small statistics for reports: the success rate with its interval, and a summary of a sample."""
+"""A success rate with its Wilson confidence interval."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,22 +24,10 @@ class Success:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
-  """`count` finite values; `std` is the population's (denominator `count`); NaN throughout when `count` is 0."""
-
-  count: int
-  mean: float
-  std: float
-  minimum: float
-  median: float
-  maximum: float
-
-
 def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-  """Returns the Wilson score interval of a binomial rate, which stays inside [0, 1] and is honest near 0 and 1.
+  """Computes the Wilson score interval of a binomial rate, which stays inside [0, 1] and is honest near 0 and 1.
 
-  No trials say nothing: (0, 1). Raises ValueError for impossible counts.
+  Without trials it is (0, 1). Raises ValueError for impossible counts.
   Source: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927).
   """
   if not 0 <= successes <= trials:
@@ -49,11 +36,14 @@ def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tu
     raise ValueError(f"confidence must lie strictly between 0 and 1, got {confidence}")
   if trials == 0:
     return 0.0, 1.0
+
+  # The rates p at which |rate - p| is z standard errors of p itself.
   z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
   rate = successes / trials
   scale = 1 + z * z / trials
   center = (rate + z * z / (2 * trials)) / scale
   half = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials)) / scale
+
   # At the ends the exact limits are 0 and 1; rounding must not leave 1e-17 or 0.9999999999999999.
   low = 0.0 if successes == 0 else center - half
   high = 1.0 if successes == trials else center + half
@@ -61,22 +51,11 @@ def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tu
 
 
 def success(successes: int, trials: int, confidence: float = 0.95) -> Success:
-  """Returns the rate with its Wilson interval; the rate of no trials is NaN."""
+  """Computes the rate with its Wilson interval; the rate of no trials is NaN.
+
+  >>> print(success(450, 500))
+  90.0% (450/500, 95% interval 87.1%–92.3%)
+  """
   low, high = wilson_interval(successes, trials, confidence)
   rate = successes / trials if trials else math.nan
   return Success(successes, trials, confidence, rate, low, high)
-
-
-def summarize(values: Iterable[float]) -> Summary:
-  """Summarises the finite ones among `values`."""
-  finite = [float(value) for value in values if math.isfinite(value)]
-  if not finite:
-    return Summary(0, math.nan, math.nan, math.nan, math.nan, math.nan)
-  return Summary(
-    len(finite),
-    statistics.fmean(finite),
-    statistics.pstdev(finite),
-    min(finite),
-    statistics.median(finite),
-    max(finite),
-  )

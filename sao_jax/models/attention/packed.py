@@ -1,16 +1,14 @@
-"""Grouped-query attention over an explicit mask, and the mask of packed rows."""
+"""Attention over packed rows: the mask of their segments, and softmax(q kᵀ) v as CPUs and as accelerators like it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from sao_jax.parallel.rules import DEFAULT_RULES, AxisRules
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 
 
 def packed_causal_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
@@ -59,6 +57,7 @@ def rowwise_attention(
     q, k, v, mask = inputs
     outs = []
     for head in range(k.shape[1]):
+      # All queries that read this kv head, as one 2-D product.
       queries = q[:, head * group : (head + 1) * group].reshape(-1, q.shape[-1])
       scores = jnp.dot(queries, k[:, head].T, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
       scores = scores.reshape(-1, group, k.shape[0])
@@ -70,30 +69,16 @@ def rowwise_attention(
   return jax.lax.map(jax.checkpoint(row, prevent_cse=False), (q, k, v, mask))
 
 
-def packed_attention(mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES) -> Callable[..., jax.Array]:
-  """The function of (q, k, v, mask) for rows of training on these devices: one of the two above."""
-  if mesh is None or mesh.size == 1:
+def packed_attention(layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
+  """Returns the function of (q, k, v, mask) for packed rows on these devices: one of the two above."""
+  if not layout.is_sharded:
     return rowwise_attention if jax.default_backend() == "cpu" else grouped_attention
-  whole_rows = all(mesh.shape[axis] == 1 for axis in rules.mesh_axes("sequence"))
-  whole_groups = rules.heads == rules.kv_heads  # each device has the kv heads that its heads read
-  if mesh.devices.flat[0].platform == "cpu" and whole_rows and whole_groups:
-    q, kv = rules.spec("batch", None, "heads", None), rules.spec("batch", None, "kv_heads", None)
-    in_specs = (q, kv, kv, rules.spec("batch", None, None))
-    return jax.shard_map(rowwise_attention, mesh=mesh, in_specs=in_specs, out_specs=q, check_vma=False)
+
+  # The partitioner cannot split the loop over rows: every device then loops over its own rows and heads.
+  whole_rows = layout.shards("sequence") == 1
+  whole_groups = layout.rules.heads == layout.rules.kv_heads  # each device has the kv heads that its heads read
+  if layout.platform == "cpu" and whole_rows and whole_groups:
+    q, kv = layout.spec("batch", None, "heads", None), layout.spec("batch", None, "kv_heads", None)
+    in_specs = (q, kv, kv, layout.spec("batch", None, None))
+    return jax.shard_map(rowwise_attention, mesh=layout.mesh, in_specs=in_specs, out_specs=q, check_vma=False)
   return grouped_attention
-
-
-def packed_attend(
-  segment_ids: Int[Array, "B T"], mesh: Mesh | None = None, rules: AxisRules = DEFAULT_RULES
-) -> Callable[..., tuple[jax.Array, Any]]:
-  """The `attend` argument of `transformer.trunk` for packed rows: causal within segments, carry untouched."""
-  mask = packed_causal_mask(segment_ids)
-  real = (segment_ids > 0)[..., None, None]
-  attention = packed_attention(mesh, rules)
-
-  def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_index: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
-    del layer_index
-    v = jnp.where(real, v, 0)  # weights on padding are 0, but 0 · NaN is NaN
-    return attention(q, k, v, mask), carry
-
-  return attend

@@ -1,0 +1,66 @@
+"""Group-relative advantages, as in GRPO (arXiv 2402.03300): every rollout is compared with others of the same prompt.
+
+They need no critic, but groups: `rollout.group_size` rollouts of every prompt in one batch.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sao_jax.algorithm import tokens
+from sao_jax.config import AlgorithmConfig
+from sao_jax.errors import ConfigError
+from sao_jax.types import TrajectoryBatch
+
+EPSILON = 1e-6  # beside the standard deviation
+
+
+def group_advantages(
+  rewards: Float[Array, "N"], group_ids: Int[Array, "N"], members: Bool[Array, "N"]
+) -> Float[Array, "N"]:
+  """(R - mean) / (std + 1e-6) within each group, with the sample standard deviation (denominator n - 1). fp32.
+
+  Args:
+    rewards: one per entry.
+    group_ids: the group of each entry, in [0, N].
+    members: True on the entries that count; there is one for every rollout.
+
+  Returns:
+    The advantages; 0 where all rewards of a group are equal, in a group of one, and outside `members`.
+  """
+  rewards = jnp.where(members, rewards.astype(jnp.float32), 0.0)
+  over_group = functools.partial(jax.ops.segment_sum, segment_ids=group_ids, num_segments=rewards.shape[0] + 1)
+  size = over_group(members.astype(jnp.float32))[group_ids]
+  mean = over_group(rewards)[group_ids] / jnp.maximum(size, 1.0)
+
+  centred = jnp.where(members, rewards - mean, 0.0)
+  variance = over_group(jnp.square(centred))[group_ids] / jnp.maximum(size - 1.0, 1.0)
+  return centred / (jnp.sqrt(variance) + EPSILON)
+
+
+def grpo_advantages(
+  config: AlgorithmConfig, batch: TrajectoryBatch, state_values: Float[Array, "B T"] | None = None
+) -> Float[Array, "B T"]:
+  """The group-relative advantage of each trajectory on all of its sampled tokens, 0 elsewhere.
+
+  The trajectories of a group may lie in different rows. One without a sampled token is no member of its group.
+
+  Raises:
+    ConfigError: the batch was packed without groups.
+  """
+  del config, state_values
+  if batch.group_ids is None:
+    raise ConfigError(
+      "rollout.group_size", "the batch has no groups to compare rollouts within.", "Set it to 2 or more."
+    )
+  sampled = tokens.sampled_tokens(batch)
+  reward = jax.vmap(tokens.totals)(jnp.where(sampled, batch.rewards, 0.0), batch.trajectory_ids)
+
+  # One entry for each trajectory: its last sampled token.
+  last = jax.vmap(tokens.last_sampled)(sampled, batch.trajectory_ids)
+  entries = group_advantages(reward.ravel(), batch.group_ids.ravel(), last.ravel()).reshape(last.shape)
+  return jnp.where(sampled, jax.vmap(tokens.totals)(entries, batch.trajectory_ids), 0.0)

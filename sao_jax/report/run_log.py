@@ -1,0 +1,83 @@
+"""The log of a phase: metrics of each step, fetched one step late, to the metrics file and the progress display."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sao_jax.report.metrics import DelayedFetch, MetricsWriter
+from sao_jax.report.progress import Progress
+
+
+class RunLog:
+  """A context manager; `push` a step's metrics while the device still computes them.
+
+  Attributes:
+    history: the values of each metric in `keep`, one for every step since the phase began; NaN where it is missing.
+  """
+
+  def __init__(
+    self,
+    workdir: str | os.PathLike,
+    phase: str,
+    *,
+    total: int,
+    start: int = 0,
+    restored_step: int | None = None,
+    every: int = 1,
+    facts: Mapping[str, str] | None = None,
+    keep: Mapping[str, Sequence[float]] | None = None,
+  ):
+    """Opens the metrics file, without its lines beyond `restored_step`.
+
+    Args:
+      workdir: the run's folder.
+      phase: name of the phase.
+      total: train steps of the phase.
+      start: train steps done before.
+      restored_step: step of the checkpoint that the phase goes on from; None begins it.
+      every: steps between two written lines; every step reaches the display and the history.
+      facts: display names of metrics, as in {"reward": "reward_mean"}.
+      keep: metrics to keep the history of, with their values in the steps done before.
+    """
+    self.history: dict[str, list[float]] = {name: list(values) for name, values in (keep or {}).items()}
+    self._writer = MetricsWriter(workdir, phase, restored_step=restored_step)
+    self._progress = Progress(phase, total=total, start=start)
+    self._delayed = DelayedFetch()
+    self._every, self._names = every, dict(facts or {})
+    self._facts: dict[str, Any] = {}
+
+  def __enter__(self) -> RunLog:
+    self._progress.__enter__()
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self._progress.__exit__(*exception)
+    self._writer.close()
+
+  def push(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Keeps the metrics of `step`, and logs those of the step before, which has long finished."""
+    self._log(self._delayed.push(step, metrics))
+
+  def flush(self) -> None:
+    """Logs what was pushed last, and waits for it."""
+    self._log(self._delayed.flush())
+
+  def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Writes a line of its own, as an evaluation does."""
+    self._writer.write(step, metrics)
+
+  def note(self, **facts: Any) -> None:
+    """Sets facts that the display shows from now on."""
+    self._facts |= facts
+
+  def _log(self, fetched: list[tuple[int, dict[str, Any]]]) -> None:
+    for step, metrics in fetched:
+      for name, values in self.history.items():
+        values.append(float(metrics.get(name, math.nan)))
+      self._facts |= {fact: metrics.get(name) for fact, name in self._names.items()}
+      if step % self._every == 0:
+        self._writer.write(step, metrics)
+      self._progress.update(step, **self._facts)

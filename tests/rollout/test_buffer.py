@@ -14,7 +14,6 @@ from jaxtyping import jaxtyped
 from toys.rollout_fakes import completion, fill, make_buffer, make_trajectory, submit
 
 from sao_jax.episode import Trajectory
-from sao_jax.errors import ConfigError
 from sao_jax.learner.packing import pack
 from sao_jax.rollout import buffer as buffer_module
 from sao_jax.rollout import statistics
@@ -230,11 +229,6 @@ def test_end_hands_out_what_fills_a_batch_first():
   assert len(buffer.take(2, 0)) == 2
   with pytest.raises(Original):
     buffer.take(2, 0)
-
-
-def test_unknown_staleness_is_refused():
-  with pytest.raises(ConfigError, match="rollout.staleness"):
-    make_buffer(staleness="clip")
 
 
 def test_snapshot_puts_a_batch_in_training_back_in_front_unmasked():

@@ -4,3 +4,11 @@ Messages and the ids that a policy sampled enter; the ids to append next leave, 
 said. Sampled ids are never tokenised again: a template that rewrites history begins a new segment of the trajectory.
 This room never imports jax.
 """
+
+from __future__ import annotations
+
+from sao_jax.chat.conversation import ChatRenderer, ChatSession
+from sao_jax.chat.hf_tokenizer import HFTokenizer
+from sao_jax.chat.tool_calls import ParseError, ToolCall, parse_glm, parse_hermes
+
+__all__ = ["ChatRenderer", "ChatSession", "HFTokenizer", "ParseError", "ToolCall", "parse_glm", "parse_hermes"]

@@ -2,3 +2,10 @@
 
 A `RunConfig` enters, with the overrides of a command line; one that can work leaves, or a `ConfigError`.
 """
+
+from __future__ import annotations
+
+from sao_jax.configuration.config_tree import differences, replace
+from sao_jax.configuration.relations import validate
+
+__all__ = ["differences", "replace", "validate"]

@@ -3,3 +3,11 @@
 One policy version and prompts enter; trajectories leave, and from them success rates with confidence intervals, or the
 largest difference between the log-probs of sampler and learner.
 """
+
+from __future__ import annotations
+
+from sao_jax.evaluation.audit import audit_sampler
+from sao_jax.evaluation.fixed_policy import run_episodes
+from sao_jax.evaluation.heldout import Evaluation, evaluate
+
+__all__ = ["Evaluation", "audit_sampler", "evaluate", "run_episodes"]

@@ -6,10 +6,12 @@ The `TrajectoryBuffer` is the trainer's side: it checks what comes in, and holds
 An `EpisodeRunner` runs episodes without any of that, for evaluation. Nothing here touches a device.
 """
 
+from __future__ import annotations
+
 from sao_jax.rollout.buffer import TrajectoryBuffer
-from sao_jax.rollout.ledger import Ledger, Rollout
+from sao_jax.rollout.ledger import Ledger
 from sao_jax.rollout.outcomes import Outcome
 from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.rollout.runner import EpisodeRunner
 
-__all__ = ["EpisodeRunner", "Ledger", "Outcome", "Rollout", "RolloutLoop", "TrajectoryBuffer"]
+__all__ = ["EpisodeRunner", "Ledger", "Outcome", "RolloutLoop", "TrajectoryBuffer"]

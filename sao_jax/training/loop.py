@@ -63,9 +63,7 @@ def train(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fa
 
   `validated`: the caller has called `validate`, as launchers do before they write to `workdir`.
 
-  >>> result = train(config, "runs/a")  # doctest: +SKIP
-  >>> result.step, result.evaluation.success.rate  # doctest: +SKIP
-  (160, 0.958)
+  As in `train(load_config("configs/calculator.py"), "runs/a").evaluation.success.rate`.
   """
   phase = phases.reinforcement_learning(config)
   return run_phase(config, pathlib.Path(workdir), phase, freeze=True, validated=validated)

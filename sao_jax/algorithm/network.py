@@ -48,7 +48,7 @@ class Network:
 
 
 class Update(NamedTuple):
-  """What happened in one update.
+  """The record of one update.
 
   Attributes:
     loss: before the update.
@@ -104,7 +104,7 @@ def gradient_step(
       the *global* denominator. So the parts add up to the loss of the whole batch, and nothing is divided again.
     inputs: arrays [B, ...], of which `loss_fn` gets one micro-batch at a time.
     micro_batches: static.
-    allowed: of the outputs of all rows; False skips the update too.
+    allowed: a test of the outputs of all rows; False skips the update too.
 
   Returns:
     The state after it (the same bit for bit if it was skipped), what happened, and the outputs of all rows.

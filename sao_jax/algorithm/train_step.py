@@ -100,33 +100,34 @@ def make_train_step(
     metrics = diagnostics.batch_metrics(batch, sampled, trained)
     metrics |= diagnostics.lag_metrics(lags, trained, max_lag=max_lag)
 
-    # K steps on (1/N) Σ (V - G)²; G = R on every sampled token for γ = λ_critic = 1.
+    # Critic: K steps on (1/N) Σ (V - G)², attention frozen; G = R on every sampled token for γ = λ_critic = 1.
     critic_state, fit = state.critic, None
     if critic is not None:
       critic_state, fit = _critic_steps(config, critic, state.critic, batch, trained)
       values_before = token_values(fit.values_before, batch)
       metrics |= diagnostics.critic_metrics(config, fit.updates, values_before, fit.targets, trained)
 
-    def policy_part(policy_state: NetworkState) -> tuple[NetworkState, Metrics]:
-      # V after those steps (or before them), and A = G - V with G's λ = 1 - 1/(α n): GAE that skips observations.
+    def policy_half(policy_state: NetworkState) -> tuple[NetworkState, Metrics]:
+      # Values: V after those steps, or before them.
       values = fit and fit.values_before
       if fit and config.advantage_values == "post":
         values = _read_values(config, critic, critic_state.params, batch)
+
+      # Advantages: A_k = δ_k + γλ A_{k+1} from each sampled token to the next sampled one, λ = 1 - 1/(α n).
       advantages = estimate(config, batch, values)
       whitened = masked_whiten(advantages, trained) if config.whiten_advantages else advantages
 
-      # One step on -(1/N) Σ sg[f(ρ) A] log π, with ρ = π/μ and f(ρ) = ρ inside (1 - ε_l, 1 + ε_h), 0 outside.
+      # Policy: one step on -(1/N) Σ sg[f(ρ) A] log π, with ρ = π/μ and f(ρ) = ρ in (1 - ε_l, 1 + ε_h), 0 elsewhere.
       policy_state, update, outputs = _policy_step(config, policy, policy_state, batch, trained, whitened)
-      return policy_state, diagnostics.policy_metrics(
-        config, update, outputs, batch, trained, advantages, lags, max_lag=max_lag
-      )
+      of_policy = diagnostics.policy_metrics(config, update, outputs, batch, trained, advantages, lags, max_lag=max_lag)
+      return policy_state, of_policy
 
     if update_policy:
-      policy_state, of_policy = policy_part(state.policy)
+      policy_state, of_policy = policy_half(state.policy)
       return TrainState(policy_state, critic_state, state.policy_version + 1), metrics | of_policy
 
-    # A critic-only step reports the same keys: undefined, without running the policy.
-    _, shapes = jax.eval_shape(policy_part, state.policy)
+    # A critic-only step reports the same figures of the policy, all of them undefined, and does not run it.
+    _, shapes = jax.eval_shape(policy_half, state.policy)
     of_policy = {name: jnp.full(x.shape, jnp.nan, x.dtype) for name, x in shapes.items()}
     of_policy["policy_updates_skipped"] = jnp.zeros((), jnp.float32)
     return TrainState(state.policy, critic_state, state.policy_version), metrics | of_policy
@@ -147,7 +148,7 @@ def _read_values(
 
 
 class _CriticFit(NamedTuple):
-  """What the K updates leave behind.
+  """Values, targets and updates of the K critic steps.
 
   Attributes:
     values_before: V of the state after each token [B, T], read before the first update.
@@ -168,12 +169,15 @@ def _critic_steps(
   The values before the updates come out of the first step's own forward pass, unless something must know them earlier.
   """
   head, num_trained = make_value_head(config), masked_count(trained)
+
+  # Targets, the same for all updates; λ_critic-returns are built from the values before them.
   values = None
   if value_targets_need_values(config) or config.value_clip > 0.0:
     values = _read_values(config, critic, state.params, batch)
   targets = value_targets(config, batch, values)
   old_values = None if values is None else token_values(values, batch)
 
+  # (1/N) Σ (V - G)² over a part of the rows; the parts of all micro-batches add up to the loss.
   def loss_fn(params: PyTree, inputs: PyTree) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
     rows, mask, targets, old_values = inputs
     outputs = critic.apply(params, rows)
@@ -206,6 +210,7 @@ def _policy_step(
   """One DIS gradient step. A NaN or infinite log-ratio of a trained token skips it, like a non-finite gradient."""
   num_trained = masked_count(trained)
 
+  # -(1/N) Σ sg[f(ρ) A] log π over a part of the rows; the parts of all micro-batches add up to the loss.
   def loss_fn(params: PyTree, inputs: PyTree) -> tuple[Float[Array, ""], PolicyOutputs]:
     rows, mask, advantages = inputs
     outputs = policy.apply(params, rows)
@@ -219,6 +224,7 @@ def _policy_step(
     )
     return masked_sum(losses, mask) / jnp.maximum(num_trained, 1.0), outputs
 
+  # The loss of a broken ratio is 0, and would pass for a good one.
   def allowed(outputs: PolicyOutputs) -> Bool[Array, ""]:
     ratios = log_ratios(outputs.logprobs, batch.behavior_logprobs, trained)
     return (num_trained > 0.0) & jnp.all(jnp.isfinite(ratios))

@@ -44,7 +44,7 @@ class Trainer:
     policy = setup.init_policy_params(learner, seed=0)
     self.flops_per_token = train_flops(model, learner.critic.frozen)
     self._state = setup.make_state(learner, policy, critic_params_from_policy(policy, model))
-    self._batch = shard_batch(full_batch(scale, model.vocab_size), learner.mesh)
+    self._batch = shard_batch(full_batch(scale, model.vocab_size), learner.layout)
     self._publish = make_publish(SingleDeviceSharding(learner.mesh.devices.flat[0]), model.dtype)
     self._step = setup.make_step(learner)
 

@@ -17,8 +17,9 @@ from sao_jax.configuration.bounds import check_bounds
 from sao_jax.errors import ConfigError
 
 _LATENT_WIDTHS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_CRITIC_FIELDS = (
-  *("alpha", "critic_lambda", "value_updates", "advantage_values", "value_clip"),
+# Fields that only skip-observation GAE and its critic read.
+_OF_GAE = (
+  *("gamma", "alpha", "critic_lambda", "value_updates", "advantage_values", "value_clip"),
   *("value_head", "value_head_initializer", "freeze_attention", "freeze_router", "freeze_embeddings"),
 )
 _RECORDED_EXPERTS = 2**15  # experts are recorded as int16
@@ -408,7 +409,7 @@ def _hints(config: RunConfig) -> Iterator[str]:
       "to short answers. Raise it, or use rollout.staleness='mask'."
     )
   if algorithm.advantage == "grpo":
-    idle = [name for name in _CRITIC_FIELDS if getattr(algorithm, name) != getattr(default, name)]
+    idle = [name for name in _OF_GAE if getattr(algorithm, name) != getattr(default, name)]
     if idle:
       fields = ", ".join(f"algorithm.{name}" for name in idle)
-      yield f"algorithm.advantage='grpo' has no critic, on which {fields} would act: without effect."
+      yield f"algorithm.advantage='grpo' knows neither a critic nor a discount, so {fields} will have no effect."

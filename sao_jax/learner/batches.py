@@ -12,7 +12,6 @@ from sao_jax.config import RunConfig
 from sao_jax.episode import Trajectory
 from sao_jax.learner.packing import pack, shard_batch
 from sao_jax.learner.setup import Learner, rows_multiple
-from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.rollout.evidence import Routing
 from sao_jax.types import TrajectoryBatch
@@ -38,7 +37,7 @@ def packed_batch(learner: Learner, trajectories: Sequence[Trajectory]) -> Batch:
   """
   rollout = learner.config.rollout
   rows = _packed_rows(learner, trajectories, rollout.row_lengths, rollout.row_counts)
-  return Batch(list(trajectories), shard_batch(rows, learner.mesh))
+  return Batch(list(trajectories), shard_batch(rows, learner.layout))
 
 
 def replayed_routing(config: RunConfig) -> Routing | None:
@@ -51,7 +50,7 @@ def replayed_routing(config: RunConfig) -> Routing | None:
 def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
   """Shapes, dtypes and shardings of every batch that `packed_batch` can make: each row length with each row count."""
   rollout = learner.config.rollout
-  sharding = Layout(learner.mesh).sharding("batch", "sequence")
+  sharding = learner.layout.sharding("batch", "sequence")
   processes = data_process_count()
   for length in sorted(set(rollout.row_lengths)):
     for count in sorted(set(rollout.row_counts)):

@@ -15,7 +15,7 @@ def add_fresh_lora(learner: Learner, params: PyTree, seed: int) -> PyTree:
   """Policy parameters with LoRA's factors at their start, where the learner trains any and `params` have none."""
   if "lora" in params or "lora" not in learner.policy.specs:
     return params
-  return params | init_sharded({"lora": learner.policy.specs["lora"]}, learner.mesh, seed)
+  return params | init_sharded({"lora": learner.policy.specs["lora"]}, learner.layout, seed)
 
 
 def check_lora_scale(config: RunConfig, params: PyTree) -> None:

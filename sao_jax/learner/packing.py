@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from sao_jax.config import RolloutConfig
 from sao_jax.episode import Trajectory
@@ -103,14 +102,14 @@ def unpack(batch: TrajectoryBatch) -> Iterator[dict[str, np.ndarray]]:
       yield {name: values[row][inside] for name, values in fields.items()}
 
 
-def shard_batch(batch: TrajectoryBatch, mesh: Mesh) -> TrajectoryBatch:
+def shard_batch(batch: TrajectoryBatch, layout: Layout) -> TrajectoryBatch:
   """Puts this process's rows on its devices; the result is the global batch, rows over the batch axes of the mesh.
 
   Args:
     batch: numpy arrays [B / number of processes, T], of the same shape in every process.
-    mesh: the learner's mesh.
+    layout: the learner's mesh, and where "batch" and "sequence" live on it.
   """
-  sharding = Layout(mesh).sharding("batch", "sequence")
+  sharding = layout.sharding("batch", "sequence")
   return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)
 
 

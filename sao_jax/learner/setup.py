@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from sao_jax.algorithm.network import Network
 from sao_jax.algorithm.optimizer import make_optimizer
@@ -35,15 +35,20 @@ class Learner:
 
   Attributes:
     config: the run's configuration.
-    mesh: the learner's mesh.
+    layout: the learner's mesh, and where arrays live on it.
     policy: the policy network.
     critic: the value network; None where `algorithm.advantage` needs none.
   """
 
   config: RunConfig
-  mesh: Mesh
+  layout: Layout
   policy: Network
   critic: Network | None
+
+  @property
+  def mesh(self) -> Mesh:
+    """The devices that learn."""
+    return self.layout.mesh
 
 
 def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, freeze: bool = True) -> Learner:
@@ -51,15 +56,15 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
 
   `freeze=False` trains the critic's attention too: value pretraining, before RL.
   """
-  mesh = make_mesh(config.mesh, devices or place(config).learner)
-  policy = make_policy(config, mesh)
-  critic = make_critic(config, mesh, freeze=freeze) if ADVANTAGES[config.algorithm.advantage].needs_critic else None
+  layout = Layout(make_mesh(config.mesh, devices or place(config).learner))
+  policy = make_policy(config, layout)
+  critic = make_critic(config, layout, freeze=freeze) if ADVANTAGES[config.algorithm.advantage].needs_critic else None
   for network in filter(None, (policy, critic)):
-    check_mesh_divides_model(Layout(mesh), network.specs)
-  return Learner(config, mesh, policy, critic)
+    check_mesh_divides_model(layout, network.specs)
+  return Learner(config, layout, policy, critic)
 
 
-def make_policy(config: RunConfig, mesh: Mesh) -> Network:
+def make_policy(config: RunConfig, layout: Layout) -> Network:
   """The policy. With LoRA only its factors train; router biases have no gradient, but may follow the load."""
   specs = base_specs = param_specs(config.model)
   frozen = fixed_paths(config.model)
@@ -77,7 +82,7 @@ def make_policy(config: RunConfig, mesh: Mesh) -> Network:
       config.model,
       temperature=config.sampler.temperature,
       chunk=config.algorithm.logprob_chunk,
-      layout=Layout(mesh),
+      layout=layout,
     ),
     optimizer=make_optimizer(config.policy_optimizer),
     frozen=frozen,
@@ -85,13 +90,13 @@ def make_policy(config: RunConfig, mesh: Mesh) -> Network:
   )
 
 
-def make_critic(config: RunConfig, mesh: Mesh, *, freeze: bool = True) -> Network:
+def make_critic(config: RunConfig, layout: Layout, *, freeze: bool = True) -> Network:
   """The critic; `freeze=False` ignores the frozen sets of `algorithm`."""
   algorithm = config.algorithm
   head = make_value_head(algorithm)
   return Network(
     specs=critic_specs(config.model, head.num_outputs, algorithm.value_head_initializer),
-    apply=make_critic_apply(config.model, layout=Layout(mesh)),
+    apply=make_critic_apply(config.model, layout=layout),
     optimizer=make_optimizer(config.critic_optimizer, algorithm.value_updates),
     frozen=frozen_critic_paths(
       config.model,
@@ -104,35 +109,35 @@ def make_critic(config: RunConfig, mesh: Mesh, *, freeze: bool = True) -> Networ
 
 def rows_multiple(learner: Learner) -> int:
   """The factor of every number of packed rows: micro-batches times data shards."""
-  return learner.config.algorithm.micro_batches * Layout(learner.mesh).shards("batch")
+  return learner.config.algorithm.micro_batches * learner.layout.shards("batch")
 
 
-def init_sharded(specs: PyTree, mesh: Mesh, seed: int) -> PyTree:
+def init_sharded(specs: PyTree, layout: Layout, seed: int) -> PyTree:
   """Initial parameters, created on the mesh."""
-  shardings = Layout(mesh).param_shardings(specs)
+  shardings = layout.param_shardings(specs)
   return jax.jit(lambda key: init_params(specs, key), out_shardings=shardings)(jax.random.key(seed))
 
 
 def init_policy_params(learner: Learner, seed: int) -> PyTree:
   """Random policy parameters, created sharded."""
-  return init_sharded(learner.policy.specs, learner.mesh, seed)
+  return init_sharded(learner.policy.specs, learner.layout, seed)
 
 
-def sharded_specs(specs: PyTree, mesh: Mesh) -> PyTree:
-  """The abstract parameters with their shardings on `mesh`, as a checkpoint is restored onto."""
+def sharded_specs(specs: PyTree, layout: Layout) -> PyTree:
+  """The abstract parameters with their shardings, as a checkpoint is restored onto."""
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
     abstract_params(specs),
-    Layout(mesh).param_shardings(specs),
+    layout.param_shardings(specs),
   )
 
 
-def abstract_network(network: Network, mesh: Mesh) -> NetworkState:
+def abstract_network(network: Network, layout: Layout) -> NetworkState:
   """Shapes, dtypes and shardings of a network's state; optimiser moments live where their parameters live."""
   shapes = jax.eval_shape(network.start, abstract_params(network.specs))
-  shardings = jax.tree_util.tree_leaves_with_path(Layout(mesh).param_shardings(network.specs))
+  shardings = jax.tree_util.tree_leaves_with_path(layout.param_shardings(network.specs))
   named = {path_name(path): sharding for path, sharding in shardings}
-  replicated = NamedSharding(mesh, PartitionSpec())
+  replicated = layout.sharding()
 
   def place_leaf(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     # A leaf belongs to a parameter when its path ends with the parameter's name, as in mu/<name>.
@@ -146,10 +151,10 @@ def abstract_network(network: Network, mesh: Mesh) -> NetworkState:
 
 def abstract_state(learner: Learner) -> TrainState:
   """Shapes, dtypes and shardings of the train state."""
-  replicated = NamedSharding(learner.mesh, PartitionSpec())
+  replicated = learner.layout.sharding()
   return TrainState(
-    policy=abstract_network(learner.policy, learner.mesh),
-    critic=None if learner.critic is None else abstract_network(learner.critic, learner.mesh),
+    policy=abstract_network(learner.policy, learner.layout),
+    critic=None if learner.critic is None else abstract_network(learner.critic, learner.layout),
     policy_version=jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
   )
 
@@ -161,9 +166,9 @@ def make_state(learner: Learner, policy_params: PyTree, critic_params: PyTree | 
   return jax.jit(start, out_shardings=shardings)(policy_params, critic_params)
 
 
-def make_network_state(network: Network, mesh: Mesh, params: PyTree) -> NetworkState:
+def make_network_state(network: Network, layout: Layout, params: PyTree) -> NetworkState:
   """One network alone with a fresh optimiser, sharded on the mesh; it owns all its buffers."""
-  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_network(network, mesh))
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_network(network, layout))
   return jax.jit(network.start, out_shardings=shardings)(params)
 
 

@@ -153,7 +153,7 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
 
 def _load_policy(learner: Learner, folder: pathlib.Path, step: int | None = None) -> PyTree:
   """The policy of a folder of checkpoints, the newest or that of `step`; LoRA may have trained it, or begin now."""
-  abstract = sharded_specs(learner.policy.specs, learner.mesh)
+  abstract = sharded_specs(learner.policy.specs, learner.layout)
   params = load_params(folder, "policy", abstract, step=step, optional="lora")
   check_lora_scale(learner.config, params)
   return add_fresh_lora(learner, params, learner.config.training.seed)
@@ -195,7 +195,7 @@ def _initial_critic(
   specs = learner.critic.specs
   if phase.name == TRAIN and latest_step(workdir / VALUE_PRETRAINING) is not None:
     _warn_of_unfinished_value_pretraining(config, workdir)
-    return load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(specs, learner.mesh))
+    return load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(specs, learner.layout))
 
   if phase.name == TRAIN:
     logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")

@@ -128,10 +128,10 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
     Checkpointer(workdir / phases.SFT, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
     Interrupt() as interrupt,
   ):
-    restored = checkpointer.restore(abstract_network(learner.policy, learner.mesh))
+    restored = checkpointer.restore(abstract_network(learner.policy, learner.layout))
     if restored is None:
       params = phases.initial_policy(config, learner, workdir, earlier=())
-      step, network = 0, make_network_state(learner.policy, learner.mesh, params)
+      step, network = 0, make_network_state(learner.policy, learner.layout, params)
     else:
       step, network, host_state = restored
       check_lora_scale(config, network.params)

@@ -16,6 +16,7 @@ from sao_jax.config import MeshConfig, RolloutConfig
 from sao_jax.episode import Status, Trajectory
 from sao_jax.errors import ConfigError
 from sao_jax.learner.packing import check_buckets, pack, shard_batch, unpack
+from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import make_mesh
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
 
@@ -165,7 +166,7 @@ def test_an_empty_batch_is_padding_only():
 def test_shard_batch_spreads_rows_over_the_mesh_and_changes_nothing():
   mesh = make_mesh(MeshConfig(data=2, fsdp=4))
   batch = pack(lengths(*range(2, 9)), (8,), (8,), multiple_of=8)
-  sharded = shard_batch(batch, mesh)
+  sharded = shard_batch(batch, Layout(mesh))
   jax.tree.map(np.testing.assert_array_equal, sharded, batch)
   assert {shard.data.shape for shard in sharded.token_ids.addressable_shards} == {(1, 8)}
 

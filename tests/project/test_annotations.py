@@ -52,7 +52,7 @@ def test_the_checks_are_on():
     lambda: packed_returns(x, x, x > 0, x, one_minus_lam=x),  # segment ids are integers
     lambda: rms_norm(x, jnp.ones(4, jnp.float32), 1e-6),
     lambda: cache.read_window("cache", ids, 1),
-    lambda: HLGaussHead(11, 0.0, 1.0).loss(jnp.ones((3, 11), jnp.float32), x, ids),  # a mask is boolean
+    lambda: HLGaussHead(11, 0.0, 1.0).losses(jnp.ones((3, 11), jnp.float32), x, ids),  # a mask is boolean
   ):
     with pytest.raises(jaxtyping.TypeCheckError):
       call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -34,7 +35,7 @@ def folder(tmp_path_factory):
   folder = tmp_path_factory.mktemp("environment")
   for name, (_, block) in zip(NAMES, BLOCKS):
     (folder / name).write_text(block, encoding="utf-8")
-  script = f'set -e\npython() {{ "{sys.executable}" "$@" {" ".join(FEW_STEPS)}; }}\n{BLOCKS[2][1]}'
+  script = f'set -e\npython() {{ "{sys.executable}" "$@" {shlex.join(FEW_STEPS)}; }}\n{BLOCKS[2][1]}'
   environment = processes.environment(PYTHONPATH=REPOSITORY, COLUMNS=80)
   done = subprocess.run(
     ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=600

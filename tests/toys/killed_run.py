@@ -19,7 +19,6 @@ def get_config(steps: int, latency_seed: int, kind: str = "plain"):
   """
   config = training_toy.replace(
     training_toy.get_config(),
-    sampler={"prefill_buckets": (8,)},  # half the programs that each process has to trace again
     rollout={"deterministic": True},
     training={"steps": steps, "checkpoint_every": 2, "keep_checkpoints": 1, "audit": False},
   )

@@ -44,7 +44,7 @@ def test_a_policy_checkpoint_is_no_critic(run):
   with pytest.raises(ConfigError, match="no critic"):
     load_params(workdir / phases.SFT, "critic")
   with pytest.raises(ConfigError, match="policy/(value_)?head"):
-    load_params(workdir / phases.SFT, "policy", setup.sharded_specs(learner.critic.specs, learner.mesh))
+    load_params(workdir / phases.SFT, "policy", setup.sharded_specs(learner.critic.specs, learner.layout))
 
 
 @pytest.mark.parametrize("run", [SCALAR], indirect=True)

@@ -72,7 +72,7 @@ def test_training_leaves_the_indexers_alone(monkeypatch):
   critic = critic_params_from_policy(first, model, initializer="normal")  # a zero head would give no gradients
   before = named(first)
   imitate = make_sft_step(learner.policy)
-  imitated, _ = imitate(setup.make_network_state(learner.policy, learner.mesh, first), make_batch())
+  imitated, _ = imitate(setup.make_network_state(learner.policy, learner.layout, first), make_batch())
   state, metrics = setup.make_step(learner)(setup.make_state(learner, first, critic), make_batch())
   assert metrics["policy_updates_skipped"] == metrics["critic_updates_skipped"] == 0
   expected = ((imitated, INDEXER), (state.policy, INDEXER), (state.critic, frozen_critic_paths(model)))

@@ -174,7 +174,7 @@ def synchronous(config, workdir, steps):
         config, service, batch_prompts, temperature=1.0, first_rollout_id=step * batch_size
       )
       batch = pack(trajectories, config.rollout.row_lengths, config.rollout.row_counts)
-      state, _ = train_steps[step >= phase.critic_steps](state, shard_batch(batch, learner.mesh))
+      state, _ = train_steps[step >= phase.critic_steps](state, shard_batch(batch, learner.layout))
       service.publish(publish(state.policy.params), phase.version(step + 1))
   return state
 

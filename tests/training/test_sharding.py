@@ -35,7 +35,7 @@ def three_steps(config, devices):
   policy = setup.init_policy_params(learner, seed=0)
   state = setup.make_state(learner, policy, critic_params_from_policy(policy, config.model))
   step = setup.make_step(learner)
-  batch = shard_batch(pack(make_trajectories(), (32,), (16,), setup.rows_multiple(learner)), learner.mesh)
+  batch = shard_batch(pack(make_trajectories(), (32,), (16,), setup.rows_multiple(learner)), learner.layout)
   all_metrics = []
   for index in range(3):
     state, metrics = step(state, batch)

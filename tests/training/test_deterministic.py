@@ -133,7 +133,7 @@ def wait_until(condition, process):
   began = time.monotonic()
   while not condition() and process.poll() is None:
     assert time.monotonic() - began < DEADLINE
-    time.sleep(0.001)
+    time.sleep(0.003)
 
 
 def kill_again_and_again(workdir, seed):

@@ -23,6 +23,7 @@ FEW_STEPS = (
   "--config.algorithm.critic_warmup_steps=1",
   "--config.model.num_layers=1",
   "--config.rollout.batch_size=8",
+  "--config.sft.batch_size=8",
   "--config.rollout.row_counts=(16,)",
   "--config.sampler.num_slots=8",
   "--config.evaluation.every=0",

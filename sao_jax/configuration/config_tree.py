@@ -19,7 +19,7 @@ TYPE_KEY = "dataclass"  # in JSON: the name of the dataclass that a mapping was
 
 
 def is_section(value: Any) -> bool:
-  """Whether `value` is a dataclass instance, that is, has fields of its own."""
+  """True for a dataclass instance, that is, for what has fields of its own."""
   return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -64,6 +64,8 @@ def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
   known = annotations(section)
   changes: dict[str, Any] = {}
   nested: dict[str, dict[str, Any]] = {}
+
+  # Each path is a field of this section, or leads into a section within it.
   for path, value in values.items():
     name, _, rest = path.partition(".")
     here = f"{prefix}{name}"
@@ -76,6 +78,7 @@ def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
       raise ConfigError(here, "it is a section, not a field.", f"Set one of its fields: {fields}.")
     else:
       changes[name] = conform(value, known[name], here)
+
   for name, inner in nested.items():
     changes[name] = replace(getattr(section, name), inner, f"{prefix}{name}.")
   return dataclasses.replace(section, **changes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -22,6 +23,7 @@ FEW_STEPS = (
   "--config.algorithm.critic_warmup_steps=1",
   "--config.model.num_layers=1",
   "--config.rollout.batch_size=8",
+  "--config.sft.batch_size=8",
   "--config.rollout.row_counts=(16,)",
   "--config.sampler.num_slots=8",
   "--config.evaluation.every=0",
@@ -34,7 +36,7 @@ def folder(tmp_path_factory):
   folder = tmp_path_factory.mktemp("environment")
   for name, (_, block) in zip(NAMES, BLOCKS):
     (folder / name).write_text(block, encoding="utf-8")
-  script = f'set -e\npython() {{ "{sys.executable}" "$@" {" ".join(FEW_STEPS)}; }}\n{BLOCKS[2][1]}'
+  script = f'set -e\npython() {{ "{sys.executable}" "$@" {shlex.join(FEW_STEPS)}; }}\n{BLOCKS[2][1]}'
   environment = processes.environment(PYTHONPATH=REPOSITORY, COLUMNS=80)
   done = subprocess.run(
     ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=600

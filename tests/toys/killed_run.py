@@ -35,9 +35,6 @@ def get_config(steps: int, latency_seed: int, kind: str = "plain"):
 
 
 if __name__ == "__main__":
-  # tensorboardX imports it where it finds it, which takes longer than all other imports together.
-  sys.modules["torch"] = None
-  jax.config.update("jax_num_cpu_devices", 1)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # it is started again and again
   workdir, steps, latency_seed, kind = sys.argv[1:]
   loop.train(get_config(int(steps), int(latency_seed), kind), workdir)

@@ -27,6 +27,7 @@ def get_config(steps: int, latency_seed: int, kind: str = "plain"):
     environment = Chaos(environment, raises=0.1, garbage=0.1)
     config = training_toy.replace(
       config,
+      sampler={"prefill_batch": 1},  # fewer programs, which each process has to trace again; `plain` shows batches
       rollout={"admission_staleness": 0, "max_in_flight": 3, "environment_retries": 1},
       evaluation={"every": 8},
     )

@@ -15,6 +15,7 @@ from typing import Any
 from sao_jax.configuration.field_values import conform
 from sao_jax.errors import ConfigError
 
+MISSING = "(no such field)"  # on one side of a difference
 TYPE_KEY = "dataclass"  # in JSON: the name of the dataclass that a mapping was
 
 
@@ -122,8 +123,9 @@ def to_json(value: Any) -> Any:
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-  """The (path, old, new) of all fields in which two `to_json` results differ; None where one has no such field."""
+  """The (path, old, new) of all fields in which two `to_json` results differ; MISSING where one has no such field."""
   if not isinstance(old, Mapping) or not isinstance(new, Mapping):
     return [] if old == new else [(prefix.rstrip("."), old, new)]
   names = dict.fromkeys([*old, *new])
-  return [change for name in names for change in differences(old.get(name), new.get(name), f"{prefix}{name}.")]
+  pairs = ((name, old.get(name, MISSING), new.get(name, MISSING)) for name in names)
+  return [change for name, before, now in pairs for change in differences(before, now, f"{prefix}{name}.")]

@@ -16,8 +16,7 @@ from toys.sampler_fakes import FakeEngine
 
 from sao_jax.config import SamplerConfig
 from sao_jax.episode import InfrastructureFailure
-from sao_jax.rollout.ledger import check_identity
-from sao_jax.rollout.outcomes import BadEvidence, Outcome, PromptsExhausted
+from sao_jax.rollout.outcomes import BadEvidence, Outcome, PromptsExhausted, check_identity
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
 from sao_jax.sampler.scheduler import Scheduler
 from sao_jax.sampler.service import SamplerService

@@ -13,7 +13,7 @@ import pytest
 from toys.rollout_fakes import FakePrompts, FakeSampler, Running, make_loop, train
 
 from sao_jax.rollout import rollout_loop
-from sao_jax.rollout.ledger import check_identity
+from sao_jax.rollout.outcomes import check_identity
 from sao_jax.rollout.serialization import trajectories_to_state
 
 

@@ -194,8 +194,9 @@ def _initial_critic(
     return None
   specs = learner.critic.specs
   if phase.name == TRAIN and latest_step(workdir / VALUE_PRETRAINING) is not None:
+    params = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(specs, learner.layout))
     _warn_of_unfinished_value_pretraining(config, workdir)
-    return load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(specs, learner.layout))
+    return params
 
   if phase.name == TRAIN:
     logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")

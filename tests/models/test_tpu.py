@@ -64,6 +64,7 @@ def test_moe_policy_compiles_for_a_tpu_topology():
   # In a process of its own: libtpu must not be loaded by the tests' CPU runtime, and it locks itself.
   environment = os.environ | {
     "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "",  # libtpu refuses flags that it does not know
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

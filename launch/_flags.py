@@ -1,4 +1,4 @@
-"""What all launchers share: --config, its overrides, --workdir, --seed, and errors that fit on one screen.
+"""The part that all launchers share: --config, its overrides, --workdir, --seed, and errors that fit on one screen.
 
     python -m launch.train --config=configs/calculator.py --workdir=runs/a --seed=1 --config.algorithm.epsilon_low=0.2
 
@@ -75,6 +75,7 @@ def run(
   except ConfigError as error:
     refuse(error)
 
+  # What absl sets up for a program comes first: logging, and the report of an exception that nobody expected.
   def start(_: Sequence[str]) -> None:
     set_up_logging()
     try:
@@ -135,6 +136,8 @@ def load_config(path: str) -> RunConfig:
   spec = importlib.util.spec_from_file_location(name, file)
   if spec is None or file.suffix != ".py":
     raise ConfigError("--config", f"{path} is not a Python file.", "Name a .py file that defines get_config().")
+
+  # A field that a section does not have is a TypeError of Python; any other error is shown as it is.
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module  # dataclasses look their module up
   try:
@@ -147,6 +150,7 @@ def load_config(path: str) -> RunConfig:
     if unknown is None:
       raise
     raise unknown from error
+
   if not isinstance(config, RunConfig):
     got = type(config).__name__
     raise ConfigError("--config", f"get_config() of {path} returned a {got}.", "Return a sao_jax.config.RunConfig.")
@@ -189,6 +193,8 @@ def record_config(config: RunConfig, workdir: str) -> None:
           "Pass a --workdir of its own for every run, or the old value to go on with the old run.",
         )
       logging.warning("The configuration differs from the last run's: %s was %s, is %s.", field, before, now)
+
+  # Whole or not at all, whatever interrupts it.
   temporary = path.with_suffix(f".{os.getpid()}.tmp")
   temporary.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
   os.replace(temporary, path)
@@ -250,6 +256,7 @@ def _unknown_argument(error: TypeError, module: types.ModuleType) -> ConfigError
   class_ = next((each for each in found if dataclasses.is_dataclass(each)), None)
   if class_ is None:
     return None
+
   known = [field.name for field in dataclasses.fields(class_)]
   problem = f"there is no such field; {module.__file__} sets it."
   return config_tree.unknown_field(f"{section}.{name}", known, problem, f"Its fields are {', '.join(known)}.")

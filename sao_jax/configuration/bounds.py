@@ -20,7 +20,7 @@ def check_bounds(section: Any, prefix: str = "") -> None:
 
 
 def contains(interval: str, value: float) -> bool:
-  """Whether a number lies in an interval in the usual notation, as "[0, inf)"; NaN lies in none."""
+  """True when a number lies in an interval in the usual notation, as "[0, inf)"; NaN lies in none."""
   low, high = (float(end) for end in interval[1:-1].split(","))
   above = value >= low if interval[0] == "[" else value > low
   below = value <= high if interval[-1] == "]" else value < high

@@ -15,11 +15,12 @@ from typing import Any
 from sao_jax.configuration.field_values import conform
 from sao_jax.errors import ConfigError
 
+MISSING = "(no such field)"  # on one side of a difference
 TYPE_KEY = "dataclass"  # in JSON: the name of the dataclass that a mapping was
 
 
 def is_section(value: Any) -> bool:
-  """Whether `value` is a dataclass instance, that is, has fields of its own."""
+  """True for a dataclass instance, that is, for what has fields of its own."""
   return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -64,6 +65,8 @@ def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
   known = annotations(section)
   changes: dict[str, Any] = {}
   nested: dict[str, dict[str, Any]] = {}
+
+  # Each path is a field of this section, or leads into a section within it.
   for path, value in values.items():
     name, _, rest = path.partition(".")
     here = f"{prefix}{name}"
@@ -76,6 +79,7 @@ def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
       raise ConfigError(here, "it is a section, not a field.", f"Set one of its fields: {fields}.")
     else:
       changes[name] = conform(value, known[name], here)
+
   for name, inner in nested.items():
     changes[name] = replace(getattr(section, name), inner, f"{prefix}{name}.")
   return dataclasses.replace(section, **changes)
@@ -119,8 +123,9 @@ def to_json(value: Any) -> Any:
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-  """The (path, old, new) of all fields in which two `to_json` results differ; None where one has no such field."""
+  """The (path, old, new) of all fields in which two `to_json` results differ; MISSING where one has no such field."""
   if not isinstance(old, Mapping) or not isinstance(new, Mapping):
     return [] if old == new else [(prefix.rstrip("."), old, new)]
   names = dict.fromkeys([*old, *new])
-  return [change for name in names for change in differences(old.get(name), new.get(name), f"{prefix}{name}.")]
+  pairs = ((name, old.get(name, MISSING), new.get(name, MISSING)) for name in names)
+  return [change for name, before, now in pairs for change in differences(before, now, f"{prefix}{name}.")]

@@ -31,7 +31,7 @@ def conform(value: Any, annotation: Any, path: str) -> Any:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-  """Whether `value` has the annotated type, or becomes it as in `conform`."""
+  """True when `value` has the annotated type, or becomes it as in `conform`."""
   try:
     _convert(value, annotation)
   except TypeError:
@@ -127,6 +127,8 @@ def _convert(value: Any, annotation: Any) -> Any:
     wanted = [arguments[0]] * len(value) if variadic else arguments
     _require(value, len(wanted) == len(value))
     return tuple(_convert(item, argument) for item, argument in zip(value, wanted))
+
+  # A bool is no number, although Python has it as an int.
   if annotation is float:
     return float(_require(value, isinstance(value, int | float) and not isinstance(value, bool)))
   if annotation is int:

@@ -17,8 +17,9 @@ from sao_jax.configuration.bounds import check_bounds
 from sao_jax.errors import ConfigError
 
 _LATENT_WIDTHS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_CRITIC_FIELDS = (
-  *("alpha", "critic_lambda", "value_updates", "advantage_values", "value_clip"),
+# Fields that only skip-observation GAE and its critic read.
+_OF_GAE = (
+  *("gamma", "alpha", "critic_lambda", "value_updates", "advantage_values", "value_clip"),
   *("value_head", "value_head_initializer", "freeze_attention", "freeze_router", "freeze_embeddings"),
 )
 _RECORDED_EXPERTS = 2**15  # experts are recorded as int16
@@ -213,6 +214,7 @@ def _lora(model: ModelConfig) -> Iterator[ConfigError]:
 
 def _router(config: RunConfig) -> Iterator[ConfigError]:
   algorithm, model = config.algorithm, config.model
+  # Experts that the sampler records for the learner.
   if algorithm.router_replay and not model.num_moe_layers:
     yield ConfigError(
       "algorithm.router_replay",
@@ -225,6 +227,7 @@ def _router(config: RunConfig) -> Iterator[ConfigError]:
       f"{model.num_experts} experts do not fit into the 16 bits in which they are recorded.",
       "Set it to False.",
     )
+
   if algorithm.router_bias_update > 0 and not (model.router == "sigmoid" and model.num_moe_layers):
     yield ConfigError(
       "algorithm.router_bias_update",
@@ -242,6 +245,8 @@ def _value_head(algorithm: AlgorithmConfig) -> Iterator[ConfigError]:
       f"{algorithm.value_clip} with value_head='hl_gauss', which has no squared error to clip.",
       "Set it to 0, or use algorithm.value_head=scalar.",
     )
+
+  # The histogram has bins enough, over a range.
   if algorithm.value_bins < 6:
     yield ConfigError(
       "algorithm.value_bins", f"{algorithm.value_bins} bins are too few for a histogram.", "Set it to at least 6."
@@ -256,6 +261,7 @@ def _value_head(algorithm: AlgorithmConfig) -> Iterator[ConfigError]:
 
 def _advantage(config: RunConfig) -> Iterator[ConfigError]:
   algorithm, rollout = config.algorithm, config.rollout
+  # A batch is made of whole groups.
   if rollout.batch_size % rollout.group_size:
     yield ConfigError(
       "rollout.batch_size",
@@ -353,6 +359,7 @@ def _batches(config: RunConfig) -> Iterator[ConfigError]:
 
 def _rollouts(config: RunConfig) -> Iterator[ConfigError]:
   rollout, slots = config.rollout, config.sampler.num_slots
+  # In rounds, every rollout is used, and all of a round run at the same time.
   if rollout.deterministic:
     remedy = "Raise rollout.max_staleness (or set it to -1), and leave rollout.max_in_flight at 0."
     if 0 <= rollout.max_staleness < rollout.admission_staleness:
@@ -399,7 +406,7 @@ def _durations(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _hints(config: RunConfig) -> Iterator[str]:
-  """What works but is probably not meant."""
+  """Settings that work but are probably not meant."""
   rollout, algorithm, default = config.rollout, config.algorithm, AlgorithmConfig()
   if rollout.staleness == "drop" and 0 <= rollout.max_staleness < rollout.admission_staleness:
     yield (
@@ -408,7 +415,7 @@ def _hints(config: RunConfig) -> Iterator[str]:
       "to short answers. Raise it, or use rollout.staleness='mask'."
     )
   if algorithm.advantage == "grpo":
-    idle = [name for name in _CRITIC_FIELDS if getattr(algorithm, name) != getattr(default, name)]
+    idle = [name for name in _OF_GAE if getattr(algorithm, name) != getattr(default, name)]
     if idle:
       fields = ", ".join(f"algorithm.{name}" for name in idle)
-      yield f"algorithm.advantage='grpo' has no critic, on which {fields} would act: without effect."
+      yield f"algorithm.advantage='grpo' knows neither a critic nor a discount, so {fields} will have no effect."

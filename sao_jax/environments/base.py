@@ -78,9 +78,9 @@ class Environment(Protocol):
   >>> import asyncio
   >>> from sao_jax.environments.calculator import Calculator
   >>> from sao_jax.episode import PromptKey
-  >>> spec = Calculator()
-  >>> tokenizer = spec.tokenizer()
-  >>> environment = spec.make(tokenizer)
+  >>> settings = Calculator()
+  >>> tokenizer = settings.tokenizer()
+  >>> environment = settings.make(tokenizer)
   >>> prompt = Prompt(PromptKey("calculator", 0, 0), {"question": "3-12*7"})
   >>> tokenizer.decode(asyncio.run(environment.reset(prompt)))
   '<|bos|><|user|>3-12*7<|end|><|assistant|>'
@@ -118,10 +118,10 @@ class EnvironmentSpec(Protocol):
   """The settings of an environment: a frozen dataclass that offers prompts and makes episodes.
 
   >>> from sao_jax.environments.calculator import Calculator
-  >>> spec = Calculator(num_operands=2)
-  >>> isinstance(spec, EnvironmentSpec)
+  >>> settings = Calculator(num_operands=2)
+  >>> isinstance(settings, EnvironmentSpec)
   True
-  >>> prompts = spec.prompts(spec.tokenizer(), "heldout", seed=0)
+  >>> prompts = settings.prompts(settings.tokenizer(), "heldout", seed=0)
   >>> prompts[0] == prompts[0], prompts[0].key
   (True, PromptKey(environment='calculator', id=0, epoch=0))
   """

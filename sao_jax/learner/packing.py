@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from sao_jax.config import RolloutConfig
 from sao_jax.episode import Trajectory
 from sao_jax.errors import ConfigError
 from sao_jax.parallel.layout import Layout
@@ -21,27 +20,19 @@ from sao_jax.types import TrajectoryBatch
 REMEDY = "raise the largest of rollout.row_counts or rollout.row_lengths, or lower rollout.batch_size"
 
 
-def check_buckets(config: RolloutConfig, context_length: int, multiple_of: int) -> None:
-  """Refuses, before any work, buckets that cannot hold a trajectory or cannot be split evenly.
-
-  Args:
-    config: its `row_lengths` and `row_counts`.
-    context_length: tokens of the longest possible trajectory.
-    multiple_of: micro-batches times data shards.
+def check_row_counts(row_counts: Sequence[int], multiple_of: int) -> None:
+  """Refuses row counts that do not divide over the mesh, of which the configuration alone does not know the size.
 
   Raises:
-    ConfigError: naming the field and the remedy.
+    ConfigError: naming those that are no multiples of micro-batches times data shards.
   """
-  for field, values in (("row_lengths", config.row_lengths), ("row_counts", config.row_counts)):
-    if not values or min(values) < 1:
-      raise ConfigError(f"rollout.{field}", f"{values} needs at least one positive number", "give one or more sizes")
-  if max(config.row_lengths) < context_length:
+  wrong = [count for count in row_counts if count % multiple_of]
+  if wrong:
     raise ConfigError(
-      "rollout.row_lengths",
-      f"the longest row has {max(config.row_lengths)} tokens, a trajectory may have {context_length}",
-      f"add a row length of at least {context_length} (sampler.context_length)",
+      "rollout.row_counts",
+      f"{wrong} are not multiples of {multiple_of} (micro-batches times data shards)",
+      f"choose multiples of {multiple_of}, or change algorithm.micro_batches or the mesh",
     )
-  _check_multiples(config.row_counts, multiple_of)
 
 
 def pack(
@@ -92,7 +83,7 @@ def pack(
   >>> batch.rewards.tolist()
   [[0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]]
   """
-  _check_multiples(row_counts, multiple_of)
+  check_row_counts(row_counts, multiple_of)
 
   # Longest first, ties by rollout id: the order in which they come must not matter.
   ordered = sorted(trajectories, key=lambda t: (-len(t), t.rollout_id))
@@ -136,16 +127,6 @@ def shard_batch(batch: TrajectoryBatch, layout: Layout) -> TrajectoryBatch:
   """
   sharding = layout.sharding("batch", "sequence")
   return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)
-
-
-def _check_multiples(row_counts: Sequence[int], multiple_of: int) -> None:
-  wrong = [count for count in row_counts if count % multiple_of]
-  if wrong:
-    raise ConfigError(
-      "rollout.row_counts",
-      f"{wrong} are not multiples of {multiple_of} (micro-batches times data shards)",
-      f"choose multiples of {multiple_of}, or change algorithm.micro_batches or the mesh",
-    )
 
 
 def _best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:

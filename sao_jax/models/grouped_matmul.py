@@ -1,4 +1,7 @@
-"""Grouped matrix products: contiguous groups of rows, each times its own matrix; three implementations."""
+"""Grouped matrix products: contiguous groups of rows, each times its own matrix; three implementations.
+
+The blocked one is `grouped_map`: it applies any function of (parameters of a group, rows), a tile of rows at a time.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,10 @@ def grouped_matmul(
   return jnp.where(inside, out, 0)
 
 
+def _matmul(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+  return jnp.dot(rows, matrix)
+
+
 def megablox_matmul(
   lhs: Float[Array, "M D"], rhs: Float[Array, "E D F"], group_sizes: Int[Array, " E"], interpret: bool = False
 ) -> Float[Array, "M F"]:
@@ -56,10 +63,6 @@ def megablox_matmul(
   lhs = jnp.pad(lhs, ((0, -num_rows % row_tile), (0, 0)))
   tiling = (row_tile, min(MEGABLOX_TILE[1], rhs.shape[1]), min(MEGABLOX_TILE[2], rhs.shape[2]))
   return gmm(lhs, rhs, group_sizes, lhs.dtype, tiling, None, None, False, interpret)[:num_rows]
-
-
-def _matmul(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-  return jnp.dot(rows, matrix)
 
 
 def grouped_map(

@@ -1,4 +1,4 @@
-"""Matrix products of activations [..., D] with weights, and the gated feed-forward made of them."""
+"""Operations on activations [..., D]: products with weights, the gated feed-forward, norms."""
 
 from __future__ import annotations
 

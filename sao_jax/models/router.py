@@ -1,4 +1,4 @@
-"""Routers of mixture-of-experts layers: which experts a token uses, with which weights."""
+"""Routers of mixture-of-experts layers: the experts of a token, their weights, and biases that even out the load."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def param_specs(config: ModelConfig) -> Specs:
   """The declared parameters. Layers are stacked along a leading axis [L, ...]: first the dense ones, then the MoE ones.
 
   {"embed": [V,D], "dense_layers"?, "moe_layers"?, "final_norm": [D], "head"?: [D,V]}; "head" only if it is not tied.
-  A kind of attention may add groups that its layers share ("indexer_layers").
+  A kind of attention may add groups that its layers have in common ("indexer_layers").
   """
   spec = functools.partial(ParamSpec, dtype=config.param_dtype, stddev=config.initializer_range)
   dim = config.d_model
@@ -61,7 +61,7 @@ def param_specs(config: ModelConfig) -> Specs:
       moe["shared"] = gated(config.d_ff_shared)
     specs["moe_layers"] = stack_specs(layer | {"moe": moe}, config.num_layers - num_dense)
 
-  specs |= kind.shared_specs(config)
+  specs |= kind.common_specs(config)
   if not config.tie_embeddings:
     specs["head"] = spec((dim, config.vocab_size), ("embed", "vocab"))
   return specs
@@ -99,7 +99,7 @@ def trunk(
   table = rope_table(positions, kind.rotary_dim(config), config.rope_theta, config.yarn)
   x = layout.constrain(params["embed"][token_ids].astype(config.dtype), "batch", "sequence", None)
 
-  shared = {name: params[name] for name in kind.shared_specs(config)}
+  common = {name: params[name] for name in kind.common_specs(config)}
   passed = kind.start(config, attend, *token_ids.shape)
   scale = params["lora"]["scale"] if "lora" in params else None
 
@@ -111,7 +111,7 @@ def trunk(
     # x + attention(norm(x))
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
     out, carry, passed = kind.layer(
-      params["attention"], normed, table, config, attend, layer_index, carry, shared=shared, passed=passed
+      params["attention"], normed, table, config, attend, layer_index, carry, common=common, passed=passed
     )
     x = x + out
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -33,15 +32,7 @@ from typing import Any, NamedTuple, Protocol
 from sao_jax.config import RolloutConfig
 from sao_jax.episode import Prompt, PromptKey, Trajectory
 from sao_jax.errors import ConfigError
-from sao_jax.rollout.outcomes import Outcome
-
-
-class Place(enum.Enum):
-  """The places of a rollout without an outcome."""
-
-  IN_FLIGHT = "in_flight"
-  BUFFERED = "buffered"
-  IN_TRAINING = "in_training"
+from sao_jax.rollout.outcomes import Outcome, Place, check_identity
 
 
 class PromptStream(Protocol):
@@ -490,14 +481,3 @@ class Ledger:
     known = set(ordered)
     rest = (number for number, entry in self._entries.items() if entry.finished is not None and number not in known)
     return ordered + sorted(rest)
-
-
-def check_identity(counters: Mapping[str, int]) -> None:
-  """Checks `submitted == sum of places + sum of outcomes` in what `Ledger.counters` returned.
-
-  Raises:
-    RuntimeError: a rollout was lost or counted twice.
-  """
-  parts = {item.value: counters[item.value] for item in (*Place, *Outcome)}
-  if counters["submitted"] != sum(parts.values()) or min(parts.values()) < 0:
-    raise RuntimeError(f"submitted {counters['submitted']} is not the sum of {parts}")

@@ -1,4 +1,4 @@
-"""Outcomes of rollouts, and the errors of the rollout room.
+"""Places and outcomes of rollouts, and the errors of the rollout room.
 
 Every submitted rollout has exactly one place (in flight, buffered, in training) or one `Outcome`; an environment's
 failure or bad evidence is an outcome with a named reason, never a reward of 0. Everything else stops the run.
@@ -7,9 +7,18 @@ failure or bad evidence is an outcome with a named reason, never a reward of 0. 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 from sao_jax.episode import EnvironmentFailure, GraderFailure, InfrastructureFailure
 from sao_jax.errors import ConfigError
+
+
+class Place(enum.Enum):
+  """The places of a rollout without an outcome."""
+
+  IN_FLIGHT = "in_flight"
+  BUFFERED = "buffered"
+  IN_TRAINING = "in_training"
 
 
 class Outcome(enum.Enum):
@@ -22,6 +31,17 @@ class Outcome(enum.Enum):
   FAILED_ENVIRONMENT = "failed_environment"  # the environment broke its contract or raised something unknown
   DROPPED_STALE = "dropped_stale"  # older than the staleness bound when it was wanted
   ABORTED = "aborted"  # cut by the loop itself, when it stopped
+
+
+def check_identity(counters: Mapping[str, int]) -> None:
+  """Checks `submitted == sum of places + sum of outcomes` in what `Ledger.counters` returned.
+
+  Raises:
+    RuntimeError: a rollout was lost or counted twice.
+  """
+  parts = {item.value: counters[item.value] for item in (*Place, *Outcome)}
+  if counters["submitted"] != sum(parts.values()) or min(parts.values()) < 0:
+    raise RuntimeError(f"submitted {counters['submitted']} is not the sum of {parts}")
 
 
 class EnvironmentTimeout(InfrastructureFailure):

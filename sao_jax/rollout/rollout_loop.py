@@ -26,16 +26,18 @@ from sao_jax.config import RolloutConfig
 from sao_jax.environments.base import Environment
 from sao_jax.episode import EnvironmentFailure
 from sao_jax.rollout.buffer import Snapshot, TrajectoryBuffer
-from sao_jax.rollout.ledger import Place, PromptStream, Rollout, check_identity
+from sao_jax.rollout.ledger import PromptStream, Rollout
 from sao_jax.rollout.lockstep import LockStep
 from sao_jax.rollout.outcomes import (
   BadEvidence,
   EnvironmentDown,
   LoopStopped,
   Outcome,
+  Place,
   PromptsExhausted,
   RolloutSilent,
   UnexpectedFailure,
+  check_identity,
   outcome_of,
   reason_of,
 )

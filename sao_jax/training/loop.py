@@ -22,7 +22,7 @@ from sao_jax.evaluation.heldout import Evaluation
 from sao_jax.evaluation.pinned import PinnedEvaluation
 from sao_jax.interrupt import Interrupt
 from sao_jax.learner.compilation import CompiledSteps
-from sao_jax.learner.packing import check_buckets
+from sao_jax.learner.packing import check_row_counts
 from sao_jax.learner.sampler_side import make_publisher, make_service
 from sao_jax.learner.setup import Learner, make_learner, rows_multiple
 from sao_jax.report.episode_samples import EpisodeSamples
@@ -97,7 +97,7 @@ def run_phase(
     validate(config, training=True)
   learner = make_learner(config, freeze=freeze)
   phases.check_critic(learner, phase)
-  check_buckets(config.rollout, config.sampler.context_length, rows_multiple(learner))
+  check_row_counts(config.rollout.row_counts, rows_multiple(learner))
   check_prompts(config)
 
   # Ctrl-C ends the phase after the step in progress, and saves it; a second one ends the program at once.

@@ -18,8 +18,8 @@ from sao_jax.learner.batches import packed_batch, replayed_routing
 from sao_jax.learner.setup import Learner
 from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.rollout.buffer import TrajectoryBuffer
-from sao_jax.rollout.ledger import Ledger, Place
-from sao_jax.rollout.outcomes import Outcome
+from sao_jax.rollout.ledger import Ledger
+from sao_jax.rollout.outcomes import Outcome, Place
 from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training.consumed import Record

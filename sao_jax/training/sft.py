@@ -23,7 +23,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.interrupt import Interrupt
 from sao_jax.learner.batches import packed_batch
 from sao_jax.learner.lora_start import check_lora_scale
-from sao_jax.learner.packing import check_buckets
+from sao_jax.learner.packing import check_row_counts
 from sao_jax.learner.setup import abstract_network, make_learner, make_network_state, rows_multiple
 from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.report.run_log import RunLog
@@ -130,7 +130,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
   workdir = pathlib.Path(workdir)
   config = dataclasses.replace(config, policy_optimizer=config.sft.optimizer)
   learner = make_learner(config)
-  check_buckets(config.rollout, config.sampler.context_length, rows_multiple(learner))
+  check_row_counts(config.rollout.row_counts, rows_multiple(learner))
   settings = config.training
   demonstrations = Demonstrations(config)
   train_step = make_sft_step(learner.policy, config.algorithm.micro_batches)

@@ -11,12 +11,14 @@ import pytest
 from absl import logging
 from toys import training_toy
 
+from sao_jax.algorithm.train_step import ADVANTAGES
 from sao_jax.config import AlgorithmConfig, ModelConfig, RunConfig, SamplerConfig, Sizes
 from sao_jax.configuration import bounds, config_tree
 from sao_jax.configuration.relations import validate
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation.fixed_policy import check_prompts
+from sao_jax.models.lora import TARGETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +182,11 @@ def test_a_misspelt_name_gets_the_nearest(field):
   for choice in choices:
     if choice not in ("split", "grpo"):  # which need sampler_devices, and groups
       validate(config_tree.replace(VALID, {field: choice}), training=True)
+
+
+def test_names_are_those_that_the_rooms_know():
+  assert CHOICES["algorithm.advantage"] == tuple(ADVANTAGES)
+  assert typing.get_args(typing.get_args(ANNOTATIONS["model.lora.targets"])[0]) == tuple(TARGETS)
 
 
 @pytest.mark.parametrize("field", sorted(MINIMA))
@@ -376,7 +383,11 @@ def test_a_critic_that_is_not_there_is_hinted_at(monkeypatch):
   validate(config_tree.replace(VALID, GRPO), training=True)
   assert not said
   validate(config_tree.replace(VALID, GRPO | {"algorithm.value_updates": 4}), training=True)
-  assert len(said) == 1 and "algorithm.value_updates" in said[0] and "algorithm.value_head" not in said[0]
+  assert (
+    len(said) == 1
+    and "algorithm.value_updates will have no effect" in said[0]
+    and "algorithm.value_head" not in said[0]
+  )
 
 
 def test_dropping_tighter_than_admission_is_hinted_at(monkeypatch):

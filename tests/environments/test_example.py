@@ -51,10 +51,10 @@ def test_it_follows_the_protocol():
 
 def test_it_plays():
   prompt = prompt_with("24578", "7")
-  assert play(prompt, ["5", "8", "7"]) == [(hint("higher"), False, None), (hint("lower"), False, None), ("", True, 1.0)]
+  assert play(prompt, ["5", "8", "7"]) == [(hint("+"), False, None), (hint("-"), False, None), ("", True, 1.0)]
   assert play(prompt, ["7"]) == [("", True, 1.0)]
   assert play(prompt, ["1", "2", "8"])[-1] == ("", True, 0.0)
-  assert play(prompt, ["well, <|eos|>5"]) == [(hint("higher"), False, None)]  # what stands before the digit is free
+  assert play(prompt, ["well, <|eos|>5"]) == [(hint("+"), False, None)]  # what stands before the digit is free
 
 
 def test_its_splits_are_disjoint():

@@ -20,7 +20,12 @@ COMMON = ("--config=tests/toys/training_toy.py", "--config.algorithm.critic_warm
 def start(program, workdir, *flags):
   command = [sys.executable, "-m", f"launch.{program}", f"--workdir={workdir}", *COMMON, *flags]
   return subprocess.Popen(
-    command, cwd=REPOSITORY, env=processes.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    command,
+    cwd=REPOSITORY,
+    env=processes.environment(PYTHONPATH=processes.NO_TORCH),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
   )
 
 

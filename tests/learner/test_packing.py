@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from toys.rollout_fakes import make_trajectory
 
-from sao_jax.config import MeshConfig, RolloutConfig
+from sao_jax.config import MeshConfig
 from sao_jax.episode import Status, Trajectory
 from sao_jax.errors import ConfigError
-from sao_jax.learner.packing import check_buckets, pack, shard_batch, unpack
+from sao_jax.learner.packing import check_row_counts, pack, shard_batch, unpack
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import make_mesh
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
@@ -135,22 +135,11 @@ def test_what_no_bucket_holds_is_a_clear_error(sizes, field):
   assert error.value.field == field and "rollout.batch_size" in error.value.remedy
 
 
-@pytest.mark.parametrize(
-  "change, field",
-  [
-    ({"row_lengths": (32, 63)}, "rollout.row_lengths"),
-    ({"row_lengths": ()}, "rollout.row_lengths"),
-    ({"row_counts": ()}, "rollout.row_counts"),
-    ({"row_counts": (0, 8)}, "rollout.row_counts"),
-    ({"row_counts": (8, 12)}, "rollout.row_counts"),
-  ],
-)
-def test_buckets_are_checked_before_training(change, field):
-  good = RolloutConfig(row_lengths=(32, 64), row_counts=(8, 16))
-  check_buckets(good, context_length=64, multiple_of=8)
-  with pytest.raises(ConfigError) as error:
-    check_buckets(dataclasses.replace(good, **change), context_length=64, multiple_of=8)
-  assert error.value.field == field
+def test_row_counts_are_checked_against_the_mesh_before_training():
+  check_row_counts((8, 16), multiple_of=8)
+  with pytest.raises(ConfigError, match=r"\[12\] are not multiples of 8") as error:
+    check_row_counts((8, 12), multiple_of=8)
+  assert error.value.field == "rollout.row_counts"
 
 
 def test_row_counts_that_do_not_divide_are_refused_while_packing():

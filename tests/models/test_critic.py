@@ -78,7 +78,7 @@ def test_a_kind_of_attention_names_its_parameters(config):
     width = int(np.prod(specs[name].shape[:inputs]))
     assert width in (config.d_model, config.q_lora_rank, config.kv_lora_rank, config.num_heads * specs["o"].shape[1])
   assert kind.fixed(config) <= set(declared)
-  assert {name.split("/")[0] for name in kind.fixed(config)} <= kind.shared_specs(config).keys()
+  assert {name.split("/")[0] for name in kind.fixed(config)} <= kind.common_specs(config).keys()
 
 
 @pytest.mark.parametrize("initializer", ["zeros", "normal"])

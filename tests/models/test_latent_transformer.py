@@ -54,7 +54,7 @@ def one_layer(layer, indexers, x, selection, config):
   normed = rms_norm(x, layer["attention_norm"], config.rms_norm_eps)
   out, _, selection = latent_layer(
     layer["attention"], normed, table, config, packed_latent_attend(config, SEGMENTS), jnp.int32(0), None,
-    shared={"indexer_layers": indexers}, passed=selection,
+    common={"indexer_layers": indexers}, passed=selection,
   )  # fmt: skip
   x = x + out
   return x + feed_forward(layer["mlp"], rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)), selection

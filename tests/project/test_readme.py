@@ -172,6 +172,16 @@ def test_the_metrics_they_explain_are_those_of_a_train_step():
   assert not unknown
 
 
+def test_the_axes_it_explains_are_those_of_the_mesh():
+  from sao_jax.parallel.mesh import AXES
+
+  assert re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text("sao_jax/parallel/README.md").split("\n\n    ")[0], re.M) == [
+    *AXES
+  ]
+  named = re.search(r"axes ((?:`\w+`(?:, | and )?)+)", text(FRONT))
+  assert re.findall(r"`(\w+)`", named[1]) == [*AXES]
+
+
 def test_every_outcome_is_explained():
   from sao_jax.rollout.outcomes import Outcome
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+from toys import processes
 from toys.paths import REPOSITORY
 
 README = (REPOSITORY / "sao_jax" / "environments" / "README.md").read_text(encoding="utf-8")
@@ -22,6 +23,9 @@ FEW_STEPS = (
   "--config.algorithm.critic_warmup_steps=1",
   "--config.model.num_layers=1",
   "--config.rollout.batch_size=8",
+  "--config.sft.batch_size=8",
+  "--config.rollout.row_counts=(16,)",
+  "--config.sampler.num_slots=8",
   "--config.evaluation.every=0",
 )
 
@@ -32,8 +36,8 @@ def folder(tmp_path_factory):
   folder = tmp_path_factory.mktemp("environment")
   for name, (_, block) in zip(NAMES, BLOCKS):
     (folder / name).write_text(block, encoding="utf-8")
-  script = f'set -e\npython() {{ "{sys.executable}" "$@" {" ".join(FEW_STEPS)}; }}\n{BLOCKS[2][1]}'
-  environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"}
+  script = f'set -e\npython() {{ "{sys.executable}" "$@" {shlex.join(FEW_STEPS)}; }}\n{BLOCKS[2][1]}'
+  environment = processes.environment(PYTHONPATH=REPOSITORY, COLUMNS=80)
   done = subprocess.run(
     ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
   )

@@ -18,8 +18,7 @@ from sao_jax.learner.packing import pack
 from sao_jax.rollout import buffer as buffer_module
 from sao_jax.rollout import statistics
 from sao_jax.rollout.evidence import check_completion
-from sao_jax.rollout.ledger import check_identity
-from sao_jax.rollout.outcomes import BadEvidence
+from sao_jax.rollout.outcomes import BadEvidence, check_identity
 from sao_jax.rollout.staleness import decisive_version, is_stale, mask_over_age, token_lags
 
 

@@ -30,8 +30,7 @@ from sao_jax.environments.base import StepResult
 from sao_jax.environments.wrappers import Chaos
 from sao_jax.episode import GraderFailure, InfrastructureFailure, Status
 from sao_jax.rollout import runner
-from sao_jax.rollout.ledger import check_identity
-from sao_jax.rollout.outcomes import Outcome
+from sao_jax.rollout.outcomes import Outcome, check_identity
 
 
 @pytest.fixture(autouse=True)

@@ -283,7 +283,7 @@ def test_watchdog_ends_a_silent_run_with_queue_sizes_and_stacks():
   with Running(make_loop(sampler=sampler, watchdog_seconds=0.2)) as loop, pytest.raises(RolloutSilent) as caught:
     loop.buffer.take(4, 0, timeout=20)
   message = str(caught.value)
-  assert "'in_flight': 8" in message and "rollout 0: loop.py" in message and "generate" in message
+  assert "'in_flight': 8" in message and "rollout 0: rollout_loop.py" in message and "generate" in message
 
 
 def test_watchdog_sees_a_blocked_event_loop():

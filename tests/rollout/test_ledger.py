@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from toys.rollout_fakes import FakePrompts, make_trajectory, submit
 
 from sao_jax.errors import ConfigError
-from sao_jax.rollout.ledger import Finished, Ledger, check_identity
-from sao_jax.rollout.outcomes import Outcome
+from sao_jax.rollout.ledger import Finished, Ledger
+from sao_jax.rollout.outcomes import Outcome, check_identity
 
 
 def finished(rollout_id: int, sample: int = 0, version: int = 0) -> Finished:

@@ -13,7 +13,7 @@ import pytest
 from toys.rollout_fakes import FakePrompts, FakeSampler, Running, make_loop, train
 
 from sao_jax.rollout import rollout_loop
-from sao_jax.rollout.ledger import check_identity
+from sao_jax.rollout.outcomes import check_identity
 from sao_jax.rollout.serialization import trajectories_to_state
 
 
@@ -168,11 +168,12 @@ def test_a_state_of_before_the_ledger_goes_on():
 
   with Running(loop):
     train(loop, sampler, 4, version=1, inspect=collect(used))
+    wait_until(lambda: loop.stats()["submitted"] == 24)
     stats = loop.stats()
   assert used[:4] == [6, 8, 10, 12]  # those in training come first
   # 0, 2, 3 and 4 were trained on, 1 had failed; three are left in the end.
   assert len(used) == len(set(used)) == 16 and set(used) <= {*range(5, 24)}
-  assert stats["submitted"] == 24 and stats["trained"] == 20
+  assert stats["trained"] == 20 and stats["failed_infrastructure"] == 1
   again = [request.rollout_id for request in sampler.requests[:6]]
   assert again == [5, 7, 9, 11, 13, 15]
 

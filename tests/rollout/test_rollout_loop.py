@@ -22,8 +22,7 @@ from toys.rollout_fakes import (
 
 from sao_jax.episode import EnvironmentFailure, InfrastructureFailure
 from sao_jax.errors import ConfigError
-from sao_jax.rollout.ledger import Place, check_identity
-from sao_jax.rollout.outcomes import LoopStopped, PromptsExhausted
+from sao_jax.rollout.outcomes import LoopStopped, Place, PromptsExhausted, check_identity
 from sao_jax.rollout.staleness import token_lags
 
 

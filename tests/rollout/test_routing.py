@@ -14,8 +14,7 @@ from sao_jax.episode import PromptKey, Status
 from sao_jax.learner.packing import pack, unpack
 from sao_jax.rollout.builder import TrajectoryBuilder
 from sao_jax.rollout.evidence import Routing, check_routed_experts, check_trajectory
-from sao_jax.rollout.ledger import check_identity
-from sao_jax.rollout.outcomes import BadEvidence
+from sao_jax.rollout.outcomes import BadEvidence, check_identity
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
 
 ROUTING = Routing(num_layers=2, num_active=2, num_experts=100)

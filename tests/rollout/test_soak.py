@@ -22,8 +22,7 @@ from sao_jax.environments.base import StepResult
 from sao_jax.environments.wrappers import Chaos, SimulatedLatency
 from sao_jax.interrupt import Interrupt
 from sao_jax.rewards.grader_pool import GraderPool
-from sao_jax.rollout.ledger import check_identity
-from sao_jax.rollout.outcomes import Outcome
+from sao_jax.rollout.outcomes import Outcome, check_identity
 from sao_jax.training.rollouts import Rollouts
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ def get_config(steps: int, latency_seed: int, kind: str = "plain"):
   """
   config = training_toy.replace(
     training_toy.get_config(),
-    sampler={"prefill_buckets": (8,)},  # half the programs that each process has to trace again
     rollout={"deterministic": True},
     training={"steps": steps, "checkpoint_every": 2, "keep_checkpoints": 1, "audit": False},
   )
@@ -28,6 +27,7 @@ def get_config(steps: int, latency_seed: int, kind: str = "plain"):
     environment = Chaos(environment, raises=0.1, garbage=0.1)
     config = training_toy.replace(
       config,
+      sampler={"prefill_batch": 1},  # fewer programs, which each process has to trace again; `plain` shows batches
       rollout={"admission_staleness": 0, "max_in_flight": 3, "environment_retries": 1},
       evaluation={"every": 8},
     )
@@ -36,9 +36,6 @@ def get_config(steps: int, latency_seed: int, kind: str = "plain"):
 
 
 if __name__ == "__main__":
-  # tensorboardX imports it where it finds it, which takes longer than all other imports together.
-  sys.modules["torch"] = None
-  jax.config.update("jax_num_cpu_devices", 1)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # it is started again and again
   workdir, steps, latency_seed, kind = sys.argv[1:]
   loop.train(get_config(int(steps), int(latency_seed), kind), workdir)

@@ -56,6 +56,6 @@ def run_layer(params, indexers, x, positions, segments, config=CONFIG):
   table = rope_table(positions, config.qk_rope_head_dim, config.rope_theta)
   selection = no_selection(config, attend, *x.shape[:2])
   out, _, selection = latent_layer(
-    params, x, table, config, attend, jnp.int32(0), None, shared={"indexer_layers": indexers}, passed=selection
+    params, x, table, config, attend, jnp.int32(0), None, common={"indexer_layers": indexers}, passed=selection
   )
   return out, selection

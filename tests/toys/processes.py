@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import os
 
+from toys.paths import TESTS
+
 QUICK_COMPILATION = {"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": "false"}
+# Put on the path of a program, it saves the two seconds in which tensorboardX imports torch, where that is installed.
+NO_TORCH = str(TESTS / "toys" / "no_torch")
 DEVICES = "xla_force_host_platform_device_count"
 
 

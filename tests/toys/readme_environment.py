@@ -1,10 +1,10 @@
-# A complete environment: one of the digits shown is hidden, and a wrong guess is told "higher" or "lower".
+# A complete environment: one of the digits shown is hidden, and a wrong guess is told + (higher) or - (lower).
 import dataclasses
 import itertools
 
-from sao_jax.data.prompts import check_split, split_of
-from sao_jax.data.tokenizer import ByteTokenizer
-from sao_jax.environments.base import Environment, StepResult
+from sao_jax.data import ByteTokenizer, split_of
+from sao_jax.data.prompts import check_split
+from sao_jax.environments import Environment, StepResult
 from sao_jax.episode import Prompt, PromptKey
 
 
@@ -20,7 +20,7 @@ class Guessing(Environment):
     guess, self.guesses = self.tokenizer.decode(action_ids[-1:]), self.guesses + 1
     if guess == self.hidden or self.guesses == 3:
       return StepResult(observation=[], done=True, reward=float(guess == self.hidden))
-    hint = "higher" if guess < self.hidden else "lower"
+    hint = "+" if guess < self.hidden else "-"
     return StepResult(self.tokenizer.encode_with_specials(f"<|user|>{hint}<|end|><|assistant|>"), done=False)
 
 

@@ -85,7 +85,7 @@ def get_config() -> RunConfig:
     policy_optimizer=OptimizerConfig(learning_rate=1e-3),
     critic_optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0),
     sampler=SamplerConfig(
-      num_slots=8, context_length=32, decode_steps=4, prefill_buckets=(8, 32), prefill_batch=4, window_buckets=(32,)
+      num_slots=8, context_length=32, decode_steps=4, prefill_buckets=(8,), prefill_batch=4, window_buckets=(32,)
     ),
     rollout=RolloutConfig(
       batch_size=4,

@@ -23,7 +23,7 @@ def run(request, tmp_path):
   learner = setup.make_learner(request.param, tuple(jax.devices()[:1]))
   policy = setup.init_policy_params(learner, seed=3)
   with Checkpointer(tmp_path / phases.SFT) as checkpointer:
-    checkpointer.save(3, setup.make_network(learner, policy))
+    checkpointer.save(3, setup.make_network_state(learner.policy, learner.mesh, policy))
   return request.param, learner, tmp_path, jax.device_get(policy)
 
 

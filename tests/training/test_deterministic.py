@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import os
 import random
 import shutil
 import signal
@@ -14,7 +13,7 @@ import time
 
 import jax
 import pytest
-from toys import killed_run, training_toy
+from toys import killed_run, processes, training_toy
 from toys.paths import REPOSITORY, TESTS
 from toys.runs import assert_identical, interrupted_after
 
@@ -115,7 +114,7 @@ def start(workdir, latency_seed):
   kind = workdir.name.removesuffix("_expected")
   command = [sys.executable, TESTS / "toys" / "killed_run.py", workdir, str(KILLED_STEPS), str(latency_seed), kind]
   with log_of(workdir).open("ab") as log:  # not a pipe, which would fill up
-    environment = dict(os.environ, PYTHONPATH=f"{REPOSITORY}:{TESTS}")
+    environment = processes.environment(PYTHONPATH=f"{processes.NO_TORCH}:{REPOSITORY}:{TESTS}")
     return subprocess.Popen(command, cwd=TESTS, env=environment, stdout=log, stderr=log)
 
 
@@ -134,7 +133,7 @@ def wait_until(condition, process):
   began = time.monotonic()
   while not condition() and process.poll() is None:
     assert time.monotonic() - began < DEADLINE
-    time.sleep(0.001)
+    time.sleep(0.003)
 
 
 def kill_again_and_again(workdir, seed):

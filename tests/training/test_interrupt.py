@@ -163,7 +163,7 @@ def launch(program, workdir, *flags):
     "--config=tests/toys/hanging_toy.py",
     *flags,
   ]
-  environment = processes.environment(PYTHONPATH=TESTS, SAO_TEST_MARK=mark)
+  environment = processes.environment(PYTHONPATH=f"{processes.NO_TORCH}:{TESTS}", SAO_TEST_MARK=mark)
   process = subprocess.Popen(
     command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
   )

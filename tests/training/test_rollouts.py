@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from typing import NamedTuple
 
@@ -19,6 +20,16 @@ class Batch(NamedTuple):
   trajectories: list
 
 
+class Sampler(FakeSampler):
+  """A fake one that also answers in rounds."""
+
+  def submit_all(self, requests):
+    futures = [concurrent.futures.Future() for _ in requests]
+    for future, request in zip(futures, requests):
+      future.set_result(self.answer(request))
+    return futures
+
+
 class Service:
   """Writes down what is published, and with how many rollouts under way."""
 
@@ -31,7 +42,7 @@ class Service:
 
 
 def make(record=None, interrupt=None, look=lambda: None, delay=0.0, **config) -> tuple[Rollouts, Service]:
-  sampler = FakeSampler(delay=lambda rollout_id: delay)
+  sampler = Sampler(delay=lambda rollout_id: delay)
   loop = make_loop(sampler=sampler, **config)
   loop.buffer._make_batch = Batch
   service = Service(loop, sampler)

@@ -64,11 +64,11 @@ def grouped_layer(
   layer_index: jax.Array,
   carry: Any,
   *,
-  shared: Params,
+  common: Params,
   passed: None,
 ) -> tuple[Float[Array, "B T D"], Any, None]:
   """Projections, optional biases and q/k norm, rotary embedding, `attend`, output; see `kind.AttentionLayer`."""
-  del shared, passed
+  del common, passed
   q, k, v = (linear(x, params[name]) for name in ("q", "k", "v"))
   if config.attention_bias:
     q, k, v = (part + params[name].astype(x.dtype) for part, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))

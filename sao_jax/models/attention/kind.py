@@ -32,7 +32,7 @@ class AttentionLayer(Protocol):
     layer_index: jax.Array,
     carry: Any,
     *,
-    shared: Params,
+    common: Params,
     passed: Any,
   ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """Returns the output, the next carry and what is passed to the next layer.
@@ -45,7 +45,7 @@ class AttentionLayer(Protocol):
       attend: says what the queries read.
       layer_index: the layer's index, traced.
       carry: the state of `attend`, for example a cache.
-      shared: the parameters of `AttentionKind.shared_specs`.
+      common: the parameters of `AttentionKind.common_specs`.
       passed: what the layer before has passed on; of the first layer `AttentionKind.start`.
     """
 
@@ -61,7 +61,7 @@ class AttentionKind:
     rotary_dim: (config) -> the number of rotated dimensions of a head.
     names: every name in `specs`, explicitly; the critic freezes these during RL.
     matrices: the names that LoRA can adapt, and how many axes of each are inputs; a name means the same in every kind.
-    shared_specs: (config) -> groups of parameters that no single layer owns, {} for none.
+    common_specs: (config) -> groups of parameters that no single layer owns, {} for none.
     start: (config, attend, B, T) -> what is passed to the first layer.
     fixed: (config) -> full names of the leaves that no gradient reaches: nothing trains them.
   """
@@ -72,6 +72,6 @@ class AttentionKind:
   rotary_dim: Callable[[ModelConfig], int]
   names: tuple[str, ...]
   matrices: Mapping[str, int]
-  shared_specs: Callable[[ModelConfig], Specs] = lambda config: {}
+  common_specs: Callable[[ModelConfig], Specs] = lambda config: {}
   start: Callable[[ModelConfig, Attend, int, int], Any] = lambda config, attend, batch, length: None
   fixed: Callable[[ModelConfig], frozenset[str]] = lambda config: frozenset()

@@ -153,7 +153,7 @@ def latent_layer(
   layer_index: jax.Array,
   carry: Any,
   *,
-  shared: Params,
+  common: Params,
   passed: Selection,
 ) -> tuple[Float[Array, "B T D"], Any, Selection]:
   """Queries and latents of the tokens, the choice of what they read, `attend`, output; see `kind.AttentionLayer`.
@@ -172,7 +172,7 @@ def latent_layer(
 
     def choose() -> tuple[jax.Array, Any]:
       take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
-      own = jax.tree.map(take, shared["indexer_layers"])
+      own = jax.tree.map(take, common["indexer_layers"])
       return attend.select(index(own, x, compressed, table, config), number, carry)
 
     if full.all():
@@ -191,7 +191,7 @@ def no_selection(config: ModelConfig, attend: LatentAttend, batch: int, length: 
   return jnp.zeros((batch, length, attend.num_positions), jnp.bool_) if config.index_topk else None
 
 
-def shared_indexers(config: ModelConfig) -> Specs:
+def indexer_stack(config: ModelConfig) -> Specs:
   """The indexers of sparse attention, a stack of their own with one entry for each layer that has one."""
   return {"indexer_layers": stack_specs(indexer_specs(config), sum(is_full(config)))} if config.index_topk else {}
 
@@ -203,7 +203,7 @@ LATENT = AttentionKind(
   rotary_dim=lambda config: config.qk_rope_head_dim,
   names=("q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b", "o"),
   matrices={"q_a": 1, "q_b": 1, "kv_a": 1, "kv_b": 1, "o": 2},
-  shared_specs=shared_indexers,
+  common_specs=indexer_stack,
   start=no_selection,
   fixed=indexer_paths,
 )

@@ -1,4 +1,4 @@
-"""One episode on the host: its prompt, how it ended, what can fail, and the trajectory that it leaves. Numpy only."""
+"""One episode on the host: its prompt, its end, its failures, and the trajectory that it leaves. Numpy only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 
 class PromptKey(NamedTuple):
-  """Names one prompt for ever: which environment, which example of it, which pass over the data."""
+  """Names one prompt for ever: its environment, the number of the example there, and the pass over the data."""
 
   environment: str
   id: int
@@ -51,7 +51,7 @@ class Trajectory:
   Attributes:
     token_ids: int32 [T], exactly the ids that were sampled or appended; text is never re-tokenised.
     action_mask: bool [T], True on tokens the policy sampled (the sampled stop token included).
-    behavior_logprobs: float32 [T], log-probability recorded when the token was sampled; NaN elsewhere.
+    behavior_logprobs: float32 [T], log-probability under the sampler when the token was sampled; NaN elsewhere.
     policy_version: int32 [T], version of the weights that sampled the token; -1 elsewhere.
     turn_starts: int32 [turns], index of the first sampled token of every turn.
     reward: one finite scalar for the whole episode.
@@ -63,8 +63,22 @@ class Trajectory:
     segment_starts: int32 [segments], index of the first token of every segment; None: one segment. A segment has a
       prompt of its own and does not see the tokens before it; reward, n and advantages belong to them all together.
     routed_experts: int16 [T, L, k], the experts that the sampler used for the token as it read it, in each of the L
-      layers with experts; -1 where it never did, as for the last token. None: not recorded.
+      layers with experts; -1 where it never did, as for the last token. None: not kept.
     sample: its number among the rollouts of its prompt, 0 ... `rollout.group_size` - 1.
+
+  >>> trajectory = Trajectory(
+  ...   token_ids=np.array([5, 6, 8, 9, 7], np.int32),
+  ...   action_mask=np.array([False, True, False, False, True]),
+  ...   behavior_logprobs=np.array([np.nan, -0.5, np.nan, np.nan, -0.1], np.float32),
+  ...   policy_version=np.array([-1, 3, -1, -1, 4], np.int32),
+  ...   turn_starts=np.array([1, 4], np.int32),
+  ...   reward=1.0,
+  ...   status=Status.TERMINATED,
+  ...   key=PromptKey("calculator", 17, 0),
+  ...   rollout_id=42,
+  ... )
+  >>> len(trajectory), trajectory.num_sampled, trajectory.oldest_version
+  (5, 2, 3)
   """
 
   token_ids: Int[np.ndarray, "T"]
@@ -99,12 +113,12 @@ class Trajectory:
 
   @property
   def num_sampled(self) -> int:
-    """n = sum of the action mask."""
+    """Number n of sampled tokens."""
     return int(self.action_mask.sum())
 
   @property
   def trained(self) -> Bool[np.ndarray, "T"]:
-    """The sampled tokens that are trained on."""
+    """Marks the sampled tokens that are trained on."""
     return self.action_mask if self.loss_mask is None else self.loss_mask
 
   @property
@@ -124,7 +138,7 @@ class EnvironmentFailure(Exception):
   Attributes:
     environment: name of the environment.
     problem: what happened, one sentence.
-    retryable: whether the same call on a fresh instance may succeed.
+    retryable: True if the same call on a fresh instance may succeed.
   """
 
   retryable_by_default = False

@@ -11,14 +11,14 @@ from absl import logging
 
 
 class StopSignal(Protocol):
-  """Something that long work looks at now and then; it stops once `requested` is True."""
+  """A signal that long work looks at now and then, to stop once `requested` is True."""
 
   @property
   def requested(self) -> bool: ...
 
 
 class Interrupted(Exception):
-  """Asked to stop: there is no result."""
+  """The process was asked to stop: there is no result."""
 
 
 class Interrupt:

@@ -1,4 +1,4 @@
-"""What travels through the system: prompts, trajectories (host), packed batches and train states (device).
+"""The data on the devices: packed batches, network outputs and train states. `episode` has what stays on the host.
 
 Shape letters: B rows, T tokens, L layers, D model, H heads, K kv heads, E experts, k active, V vocabulary, S slots.
 """
@@ -11,14 +11,12 @@ import flax.struct
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from sao_jax.episode import PromptKey, Status, Trajectory
+from sao_jax.episode import Trajectory
 
 __all__ = [
   "NetworkState",
   "PolicyOutputs",
-  "PromptKey",
   "RouterStatistics",
-  "Status",
   "TrainState",
   "Trajectory",
   "TrajectoryBatch",
@@ -48,6 +46,15 @@ class TrajectoryBatch:
       routers choose. None: they choose everywhere.
     group_ids: int32 [B, T]; 0 on padding, 1, 2, ... for the groups of rollouts of one prompt in the whole batch, whose
       members may lie in different rows. None: rollouts are not compared with each other.
+
+  A row of two trajectories, the second with a tool's answer (ids 8, 9) between its turns, and one token of padding, as
+  `learner.packing.pack` makes it:
+
+      token_ids       5  6  7   5  6  8  9  7   0
+      trajectory_ids  1  1  1   2  2  2  2  2   0
+      positions       0  1  2   0  1  2  3  4   0
+      action_mask     -  x  x   -  x  -  -  x   -
+      rewards         0  0  1   0  0  0  0  1   0
   """
 
   token_ids: Int[Array, "B T"]
@@ -66,15 +73,15 @@ class TrajectoryBatch:
 
 @flax.struct.dataclass
 class RouterStatistics:
-  """What the routers of the L layers with experts did with the tokens of every row, padding left out; sums, fp32.
+  """Work of the routers in the L layers with experts, as sums over the tokens of every row without padding; fp32.
 
   Attributes:
-    tokens: how many there are.
-    load: how many of them each expert was used by.
-    entropy: of the routers, in nats.
-    replayed: how many of the choices (k for each token) were those of the sampler.
-    agreeing: how many of these the router prefers too.
-    dropped: how many choices, padding included, no expert computed: 0, or the layer is not dropless.
+    tokens: number of tokens.
+    load: number of tokens that used each expert.
+    entropy: sums of the entropies of the routers' distributions over experts, in nats.
+    replayed: number of choices (k for each token) that were the sampler's.
+    agreeing: number of replayed choices that the router prefers too.
+    dropped: number of choices, padding included, that no expert computed: 0, or the layer is not dropless.
   """
 
   tokens: Float[Array, " B"]
@@ -87,11 +94,11 @@ class RouterStatistics:
 
 @flax.struct.dataclass
 class PolicyOutputs:
-  """What the policy computes of a packed batch.
+  """The policy's outputs on a packed batch.
 
   Attributes:
     logprobs: float32 [B, T], log π of each token given the tokens before it; 0 where there are none.
-    entropy: float32 [B, T], of the distribution that the token was drawn from, in nats.
+    entropy: float32 [B, T], entropy of the distribution that the token was drawn from, in nats.
     router: the routers' work; None for a model without experts.
   """
 
@@ -121,11 +128,11 @@ class TrainState:
 
   Attributes:
     policy: the policy network.
-    critic: the value network.
+    critic: the value network; None for an estimator of advantages without one.
     policy_version: int32 scalar; version v = parameters after v policy updates. An update that the
       non-finite guard skipped counts, as an empty update, so that host and device always agree.
   """
 
   policy: NetworkState
-  critic: NetworkState
+  critic: NetworkState | None
   policy_version: jax.Array

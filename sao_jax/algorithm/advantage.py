@@ -115,11 +115,14 @@ def skip_observation_gae(
   >>> [round(float(a), 4) for a in skip_observation_gae(rewards, values, mask, lam=7 / 9)]
   [0.3593, 0.3333, 0.0, 0.0, 0.3]
   """
+  # A row that holds this one trajectory, without padding.
   action_mask = jnp.asarray(action_mask, jnp.bool_)
   chex.assert_rank(action_mask, 1)
   chex.assert_shape([rewards, values], action_mask.shape)
   full = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.float32), action_mask.shape)
   values = jnp.asarray(values, jnp.float32)
+
+  # A = G - V on sampled tokens.
   returns = packed_returns(
     jnp.asarray(rewards, jnp.float32),
     values,
@@ -136,6 +139,10 @@ def masked_whiten(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Flo
   """(x - mean) / std over the True entries (population std); masked entries are 0.
 
   A single entry and constant entries give 0, never NaN.
+
+  >>> x, mask = jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])
+  >>> [round(float(a), 4) for a in masked_whiten(x, mask)]
+  [-1.0, 1.0, 0.0]
   """
   mask = jnp.asarray(mask, jnp.bool_)
   mean, std = masked_mean_and_std(x, mask)

@@ -1,4 +1,4 @@
-"""The figures that a train step reports about its batch, over the trained tokens of the global batch.
+"""Figures that a train step reports about its batch, over the trained tokens of the global batch.
 
 NaN means "undefined" (no token to average over, returns without variance), never ±inf.
 """
@@ -23,7 +23,12 @@ RATIO_PERCENTILES = {"p01": 1, "p05": 5, "p50": 50, "p95": 95, "p99": 99}
 def explained_variance(
   values: Float[Array, "*tokens"], returns: Float[Array, "*tokens"], action_mask: Bool[Array, "*tokens"]
 ) -> Float[Array, ""]:
-  """EV = 1 - Var(R - V) / Var(R); NaN where all returns are equal (to fp32 rounding) or nothing is sampled."""
+  """EV = 1 - Var(R - V) / Var(R); NaN where all returns are equal (to fp32 rounding) or nothing is sampled.
+
+  >>> values, returns = jnp.array([0.25, 0.75, 0.25, 0.75]), jnp.array([0.0, 1.0, 0.0, 1.0])
+  >>> round(float(explained_variance(values, returns, jnp.ones(4, bool))), 4)
+  0.75
+  """
   action_mask = jnp.asarray(action_mask, jnp.bool_)
   returns = jnp.asarray(returns, jnp.float32)
   _, residual = masked_mean_and_std(returns - jnp.asarray(values, jnp.float32), action_mask)
@@ -43,7 +48,7 @@ def effective_sample_size(weights: Float[Array, "*tokens"], action_mask: Bool[Ar
 
 
 def _order_key(x: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-  """From the bits of fp32 numbers to integers in the same order; its own inverse."""
+  """Maps the bits of fp32 numbers to integers in the same order; its own inverse."""
   return jnp.where(x < 0, x ^ jnp.int32(0x7FFFFFFF), x)
 
 
@@ -163,10 +168,13 @@ def policy_metrics(
   max_lag: int,
 ) -> dict[str, Array]:
   """Ratios, rejections, entropy and routers of the policy before its update; advantages before any whitening."""
+  # The ratios that the loss used: the policy before its update against the sampler.
   log_ratio = log_ratios(outputs.logprobs, batch.behavior_logprobs, trained)
   weights, low, high = dis_weights(log_ratio, trained, epsilon_low=config.epsilon_low, epsilon_high=config.epsilon_high)
   delta = jnp.abs(log_ratio)
   mean, std = masked_mean_and_std(advantages, trained)
+
+  # Fractions and means are over the trained tokens, rejected ones included.
   return {
     "policy_loss": update.loss,
     "policy_grad_norm": update.grad_norm,
@@ -185,7 +193,7 @@ def policy_metrics(
 
 
 def router_metrics(router: RouterStatistics) -> dict[str, Float[Array, ""]]:
-  """Entropy, load and replay of the routers; NaN where there is nothing to average over.
+  """Entropy and load of the routers, and shares of replayed experts; NaN where there is nothing to average over.
 
   "router_entropy": mean over tokens and layers, in nats, at most log E. "router_load_max": tokens of the busiest expert
   of all layers, as a multiple of an even share; 1 is even, E / k the worst. "router_idle_experts": share of experts

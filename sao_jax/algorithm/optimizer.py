@@ -23,9 +23,13 @@ def decays(params: PyTree) -> PyTree:
 
 
 def learning_rate_schedule(config: OptimizerConfig, updates_per_step: int = 1) -> optax.Schedule:
-  """Train step i = 0, 1, ... gets learning_rate * min(1, (i + 1) / warmup_steps): no step is wasted on 0.
+  """Learning rate of train step i = 0, 1, ...: learning_rate * min(1, (i + 1) / warmup_steps), never wasted on 0.
 
   It depends on the optimiser's count and the config only, so a restored run follows its new config.
+
+  >>> schedule = learning_rate_schedule(OptimizerConfig(learning_rate=0.1, warmup_steps=4))
+  >>> [round(float(schedule(count)), 4) for count in range(6)]
+  [0.025, 0.05, 0.075, 0.1, 0.1, 0.1]
   """
 
   def schedule(count: jax.Array) -> jax.Array:
@@ -36,7 +40,7 @@ def learning_rate_schedule(config: OptimizerConfig, updates_per_step: int = 1) -
 
 
 def make_optimizer(config: OptimizerConfig, updates_per_step: int = 1) -> optax.GradientTransformation:
-  """The optimiser of one network.
+  """Makes the optimiser of one network.
 
   Args:
     config: learning rate, moments, weight decay, clip (0: no clipping), warm-up.

@@ -25,7 +25,7 @@ AUDITED_EPISODES = 8
 
 
 class SamplerMismatch(ConfigError):
-  """Sampler and learner disagree at lag 0."""
+  """Disagreement of sampler and learner at lag 0."""
 
   def __init__(self, worst: float, mean: float, tolerance: float):
     super().__init__(
@@ -44,7 +44,7 @@ def audit_sampler(
   params: PyTree,
   interrupt: Interrupt | None = None,
 ) -> float:
-  """Samples a few held-out episodes and compares; see `compare`.
+  """Samples a few held-out episodes and compares the log-probs of sampler and learner on them, see `compare`.
 
   Args:
     config: the run's configuration.

@@ -34,10 +34,13 @@ def run_in_background(
     Interrupted: the process was asked to stop.
     BaseException: what the coroutine or `look` raised, as itself.
   """
+  # The coroutine lives in an event loop of its own, in a thread that no exit waits for.
   event_loop = asyncio.new_event_loop()
   task = event_loop.create_task(coroutine)
   thread = threading.Thread(target=_serve, args=(event_loop, task), name="episodes", daemon=True)
   thread.start()
+
+  # This thread looks around until it ends, and cancels it on the way out of an exception.
   try:
     while thread.is_alive():
       thread.join(POLL)
@@ -49,6 +52,7 @@ def run_in_background(
     if not task.done():
       event_loop.call_soon_threadsafe(task.cancel)
       thread.join(3 * PATIENCE)
+
   return task.result()
 
 

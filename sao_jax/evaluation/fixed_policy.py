@@ -1,4 +1,4 @@
-"""Running episodes outside the asynchronous loop: evaluation, the audit and `sample` need a few, on fixed weights."""
+"""Episodes outside the asynchronous loop, on fixed weights: evaluation, the audit and `sample` need a few."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_episodes(
     config: the run's configuration.
     service: a started sampler.
     prompts: the tasks.
-    temperature: of sampling.
+    temperature: sampling temperature; 0 chooses the most probable token.
     first_rollout_id: rollout ids count from here; with the sampler's seed they determine all random keys.
     interrupt: ends all episodes when the process is asked to stop.
 
@@ -48,6 +48,11 @@ def run_episodes(
   Raises:
     Interrupted: the process was asked to stop.
     RolloutSilent: nothing has happened for `training.watchdog_seconds`.
+
+  Example:
+    source = config.environment.prompts(config.environment.tokenizer(), "heldout", 0)
+    with make_service(config, make_publisher(learner)(params), seed=0) as service:
+      trajectories, failures = run_episodes(config, service, [source[0]], temperature=1.0)
   """
   activity = Activity()
 
@@ -69,6 +74,7 @@ async def _run_all(
   first_rollout_id: int,
   activity: Activity,
 ) -> tuple[list[Trajectory], list[Exception]]:
+  """Runs all episodes in one event loop; returns trajectories and failures, see `run_episodes`."""
   tokenizer = config.environment.tokenizer()
   runner = EpisodeRunner(
     lambda: config.environment.make(tokenizer),
@@ -79,6 +85,8 @@ async def _run_all(
     retries=config.rollout.environment_retries,
     on_activity=activity.note,
   )
+
+  # As many episodes at a time as the sampler has slots; a failure is the result of its own episode alone.
   free_slots = asyncio.Semaphore(config.sampler.num_slots)
 
   async def run_one(rollout: Rollout) -> Trajectory | Exception:
@@ -89,6 +97,7 @@ async def _run_all(
         logging.error("the episode of prompt %s has no outcome: %s", tuple(rollout.prompt.key), failure)
         return failure
 
+  # Results come in the order of the prompts, whichever episode ends first.
   rollouts = [Rollout(number, prompt) for number, prompt in enumerate(prompts, first_rollout_id)]
   results = await asyncio.gather(*(run_one(rollout) for rollout in rollouts))
   trajectories = [result for result in results if isinstance(result, Trajectory)]

@@ -21,13 +21,13 @@ SUCCESS_REWARD = 1.0  # an episode succeeds when it earns the full reward
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-  """What an evaluation found.
+  """Result of an evaluation: success, reward and length of one policy version on held-out prompts.
 
   Attributes:
     success: rate over the graded episodes, with its Wilson interval.
     mean_reward: mean over the same episodes.
     mean_sampled: sampled tokens per episode.
-    ungraded: prompts whose environment failed: in no statistic.
+    ungraded: number of prompts whose environment failed; they enter no statistic.
     policy_version: the version that sampled every token.
     trajectories: the episodes.
   """
@@ -40,7 +40,7 @@ class Evaluation:
   trajectories: list[Trajectory]
 
   def metrics(self) -> dict[str, float]:
-    """The numbers for the metrics file."""
+    """Returns the numbers for the metrics file."""
     return {
       "heldout_success": self.success.rate,
       "heldout_low": self.success.low,
@@ -58,12 +58,17 @@ def evaluate(config: RunConfig, params: PyTree, version: int, interrupt: StopSig
   Args:
     config: the run's configuration.
     params: policy parameters on the sampler's devices; they must stay alive until this returns.
-    version: the version they are.
+    version: their policy version.
     interrupt: ends it when the process is asked to stop.
 
   Raises:
     Interrupted: the process was asked to stop.
+
+  Example:
+    weights = make_publisher(learner)(state.policy.params)
+    print(evaluate(config, weights, version=0).success)
   """
+  # Each held-out prompt is used once: a repeated one would narrow the interval without telling anything new.
   settings = config.evaluation
   source = config.environment.prompts(config.environment.tokenizer(), "heldout", settings.seed)
   if len(source) < settings.prompts:
@@ -71,6 +76,8 @@ def evaluate(config: RunConfig, params: PyTree, version: int, interrupt: StopSig
       "The held-out split has %d prompts, not evaluation.prompts=%d: each is used once.", len(source), settings.prompts
     )
   prompts = list(itertools.islice((source[index] for index in range(len(source))), settings.prompts))
+
+  # Every token must be a sample of this one version.
   with make_service(config, params, seed=settings.seed, version=version) as service:
     trajectories, failures = run_episodes(
       config, service, prompts, temperature=settings.temperature, interrupt=interrupt
@@ -78,6 +85,8 @@ def evaluate(config: RunConfig, params: PyTree, version: int, interrupt: StopSig
   versions = {int(v) for t in trajectories for v in np.unique(t.policy_version[t.action_mask])}
   if versions - {version}:
     raise AssertionError(f"an evaluation of version {version} sampled tokens with versions {sorted(versions)}")
+
+  # Failures of the environment are counted, not graded.
   rewards = [trajectory.reward for trajectory in trajectories]
   return Evaluation(
     success=success(sum(reward >= SUCCESS_REWARD for reward in rewards), len(rewards), settings.confidence),

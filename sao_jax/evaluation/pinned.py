@@ -1,4 +1,4 @@
-"""Held-out success of one version, measured in the background while training goes on to the next ones."""
+"""Held-out success of one version, measured in the background while training goes on to later versions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PinnedEvaluation:
     last_version: int = 0,
     report: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
   ):
-    """`last_version` is that of the phase's end, 0 for none; `report(step, evaluation)` takes what was collected."""
+    """`last_version` is that of the phase's end, 0 for none; `report(step, evaluation)` is called with each result."""
     self.version: int | None = None
     self.last: Evaluation | None = None
     self._config, self._interrupt, self._given_up = config, interrupt, False

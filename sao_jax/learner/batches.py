@@ -21,7 +21,7 @@ class Batch(NamedTuple):
   """The input of a train step, and the trajectories that it was made of.
 
   Attributes:
-    trajectories: of this process.
+    trajectories: those of this process, in the order given.
     rows: the packed rows of all processes, sharded over the mesh.
   """
 
@@ -48,7 +48,7 @@ def replayed_routing(config: RunConfig) -> Routing | None:
 
 
 def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
-  """Shapes, dtypes and shardings of every batch that `packed_batch` can make: each row length with each row count."""
+  """Yields shapes, dtypes and shardings of every batch that `packed_batch` can make: each length with each count."""
   rollout = learner.config.rollout
   sharding = learner.layout.sharding("batch", "sequence")
   processes = data_process_count()
@@ -64,9 +64,9 @@ def _packed_rows(
   learner: Learner, trajectories: Sequence[Trajectory], row_lengths: Sequence[int], row_counts: Sequence[int]
 ) -> TrajectoryBatch:
   config = learner.config
-  replayed = config.model.routed_shape if config.algorithm.router_replay else None
+  routed_shape = config.model.routed_shape if config.algorithm.router_replay else None
   rows = pack(
-    trajectories, row_lengths, row_counts, rows_multiple(learner), replayed, grouped=config.rollout.group_size > 1
+    trajectories, row_lengths, row_counts, rows_multiple(learner), routed_shape, grouped=config.rollout.group_size > 1
   )
   if rows.group_ids is None:
     return rows

@@ -1,4 +1,4 @@
-"""Train steps that are compiled before a run begins: the compiler takes minutes, for which all devices would wait."""
+"""Train steps that are compiled before a run begins: compiling lasts minutes, for which all devices would wait."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class CompiledSteps:
   def __call__(
     self, state: TrainState, rows: TrajectoryBatch, *, update_policy: bool
   ) -> tuple[TrainState, dict[str, Any]]:
-    """One train step; `state` is donated.
+    """Runs one train step; `state` is donated.
 
     Raises:
       KeyError: a kind or shape that was not compiled.

@@ -1,4 +1,4 @@
-"""LoRA's factors at the start of a phase: fresh ones where there are none, and the scale of those that there are."""
+"""LoRA's factors at the start of a phase: fresh ones where a checkpoint has none, a check of their scale otherwise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sao_jax.types import PyTree
 
 
 def add_fresh_lora(learner: Learner, params: PyTree, seed: int) -> PyTree:
-  """Policy parameters with LoRA's factors at their start, where the learner trains any and `params` have none."""
+  """Adds LoRA's initial factors to policy parameters without any, if the learner trains them."""
   if "lora" in params or "lora" not in learner.policy.specs:
     return params
   return params | init_sharded({"lora": learner.policy.specs["lora"]}, learner.layout, seed)

@@ -62,19 +62,44 @@ def pack(
 
   Raises:
     ConfigError: when no bucket holds them, or a row count is no multiple.
+
+  >>> from sao_jax.episode import PromptKey, Status
+  >>> def episode(rollout_id, length):
+  ...   sampled = np.arange(length) > 0
+  ...   return Trajectory(
+  ...     token_ids=np.arange(7, 7 + length, dtype=np.int32),
+  ...     action_mask=sampled,
+  ...     behavior_logprobs=np.where(sampled, -1.0, np.nan).astype(np.float32),
+  ...     policy_version=np.where(sampled, 0, -1).astype(np.int32),
+  ...     turn_starts=np.array([1], np.int32),
+  ...     reward=1.0,
+  ...     status=Status.TERMINATED,
+  ...     key=PromptKey("toy", rollout_id, 0),
+  ...     rollout_id=rollout_id,
+  ...   )
+  >>> batch = pack([episode(0, 3), episode(1, 4)], row_lengths=(4, 8), row_counts=(1,))
+  >>> batch.token_ids.tolist(), batch.trajectory_ids.tolist()
+  ([[7, 8, 9, 10, 7, 8, 9, 0]], [[1, 1, 1, 1, 2, 2, 2, 0]])
+  >>> batch.rewards.tolist()
+  [[0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]]
   """
   check_row_counts(row_counts, multiple_of)
+
+  # Longest first, ties by rollout id: the order in which they come must not matter.
   ordered = sorted(trajectories, key=lambda t: (-len(t), t.rollout_id))
   longest = max((len(t) for t in ordered), default=0)
   lengths = sorted(length for length in row_lengths if length >= longest)
   if not lengths:
     raise ConfigError("rollout.row_lengths", f"a trajectory of {longest} tokens fits no row of {row_lengths}", REMEDY)
+
+  # The shortest rows of which few enough are needed.
   for length in lengths:
     rows = _best_fit([len(t) for t in ordered], length)
     counts = [count for count in row_counts if count >= len(rows)]
     if counts:
       batch = _fill([[ordered[i] for i in row] for row in rows], (min(counts), length), routed_shape)
       return batch.replace(group_ids=_group_ids(batch, ordered, rows)) if grouped else batch
+
   raise ConfigError(
     "rollout.row_counts",
     f"{len(ordered)} trajectories with {sum(map(len, ordered))} tokens need {len(rows)} rows of {lengths[-1]}, "
@@ -105,7 +130,7 @@ def shard_batch(batch: TrajectoryBatch, layout: Layout) -> TrajectoryBatch:
 
 
 def _best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-  """Rows of indices into `lengths` (descending); each goes to the row with the least space that suffices."""
+  """Returns rows of indices into `lengths` (descending); each joins the row with the least space that suffices."""
   rows: list[list[int]] = []
   space: list[tuple[int, int]] = []  # (tokens left, row), sorted
   for index, length in enumerate(lengths):
@@ -119,7 +144,7 @@ def _best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 
 
 def _group_ids(batch: TrajectoryBatch, trajectories: list[Trajectory], rows: list[list[int]]) -> np.ndarray:
-  """The number of each token's group, 0 on padding."""
+  """Returns the number of each token's group, 0 on padding."""
   numbers = {group: number for number, group in enumerate(sorted({t.group for t in trajectories}), start=1)}
   group_ids = np.zeros_like(batch.trajectory_ids)
   for row, members in enumerate(rows):
@@ -131,6 +156,8 @@ def _group_ids(batch: TrajectoryBatch, trajectories: list[Trajectory], rows: lis
 def _fill(
   rows: list[list[Trajectory]], shape: tuple[int, int], routed_shape: tuple[int, int] | None
 ) -> TrajectoryBatch:
+  """Lays the trajectories of each row out one behind the other, in arrays of `shape` (B, T)."""
+  # All padding: every field as it stands where no token is.
   batch = TrajectoryBatch(
     token_ids=np.zeros(shape, dtype=np.int32),
     segment_ids=np.zeros(shape, dtype=np.int32),
@@ -144,10 +171,13 @@ def _fill(
     truncated=np.zeros(shape, dtype=np.bool_),
     routed_experts=None if routed_shape is None else np.full((*shape, *routed_shape), -1, dtype=np.int16),
   )
+
   for row, trajectories in enumerate(rows):
     start = segments = 0
     for number, trajectory in enumerate(trajectories, start=1):
       at = (row, slice(start, start + len(trajectory)))
+
+      # Ids: segments are numbered through the row, and positions restart with each of them.
       batch.token_ids[at] = trajectory.token_ids
       begins = trajectory.begins
       batch.segment_ids[at] = segments + np.cumsum(begins, dtype=np.int32)
@@ -155,6 +185,8 @@ def _fill(
       index = np.arange(len(trajectory), dtype=np.int32)
       batch.positions[at] = index - np.maximum.accumulate(np.where(begins, index, 0))
       segments = batch.segment_ids[row, start + len(trajectory) - 1]
+
+      # Evidence of sampling, token by token.
       batch.action_mask[at] = trajectory.action_mask
       batch.loss_mask[at] = trajectory.trained
       batch.behavior_logprobs[at] = trajectory.behavior_logprobs
@@ -162,8 +194,10 @@ def _fill(
       batch.truncated[at] = trajectory.status.truncated
       if routed_shape is not None and trajectory.routed_experts is not None:
         batch.routed_experts[at] = trajectory.routed_experts
+
+      # The reward belongs to the last sampled token, which an observation may follow.
       sampled = np.flatnonzero(trajectory.action_mask)
-      if len(sampled):  # the last sampled token, which an observation may follow
+      if len(sampled):
         batch.rewards[row, start + sampled[-1]] = trajectory.reward
       start += len(trajectory)
   return batch

@@ -14,14 +14,14 @@ from sao_jax.parallel.mesh import make_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-  """Who learns and who samples: the same devices (`shared`) or two sets of local ones (`split`)."""
+  """The devices that learn and those that sample: the same ones (`shared`) or two sets of local ones (`split`)."""
 
   learner: tuple[Any, ...]
   sampler: tuple[Any, ...]
 
 
 def local_devices() -> tuple[Any, ...]:
-  """The devices of this process."""
+  """Returns the devices of this process."""
   return tuple(jax.local_devices())
 
 
@@ -35,7 +35,10 @@ def place(config: RunConfig) -> Devices:
 
 
 def make_sampler_mesh(config: RunConfig, devices: tuple[Any, ...]) -> Mesh | None:
-  """The sampler's mesh: the learner's layout when they share devices, otherwise slots spread over its own devices."""
+  """Makes the sampler's mesh: the learner's layout on shared devices, otherwise slots spread over its own devices.
+
+  None for a single device, which needs no mesh.
+  """
   if len(devices) == 1:
     return None
   layout = config.mesh if config.rollout.placement == "shared" else MeshConfig(data=-1, fsdp=1)

@@ -43,10 +43,10 @@ def make_service(
   warm_up: bool = False,
   record_experts: bool = False,
 ) -> SamplerService:
-  """A sampler service (not started) that holds `params`, the sampler's own copy, as policy version `version`.
+  """Makes a sampler service, not started, that holds `params`, the sampler's own copy, as policy version `version`.
 
-  `warm_up` compiles all its programs now, so that none compiles in the middle of a long run. `record_experts`: what it
-  samples brings its routed experts along.
+  `warm_up` compiles all its programs now, so that none compiles in the middle of a long run. With `record_experts` its
+  tokens come with the experts that they were routed to.
   """
   mesh = make_sampler_mesh(config, place(config).sampler)
   engine = Engine(

@@ -1,4 +1,4 @@
-"""From a RunConfig to the learner: mesh, the two networks, their sharded state, and the train step."""
+"""The learner of a RunConfig: mesh, the two networks, their sharded state, and the train step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
 from sao_jax.parallel.params import abstract_params, init_params, path_name, path_names
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrainState
 
-LAG_BINS = 8  # of the metrics by lag, at least
+LAG_BINS = 8  # the metrics by lag have at least so many
 
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """The static half of training: what never changes between steps.
+  """The static half of training, which never changes between steps.
 
   Attributes:
     config: the run's configuration.
@@ -55,6 +55,18 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
   """Builds the learner on `devices` (default: those that `place` gives it).
 
   `freeze=False` trains the critic's attention too: value pretraining, before RL.
+
+  Raises:
+    ConfigError: the mesh does not fit the devices, or does not divide the model.
+
+  >>> from sao_jax.config import ModelConfig
+  >>> from sao_jax.environments.calculator import Calculator
+  >>> config = RunConfig(Calculator(), model=ModelConfig(num_layers=1, d_model=8, d_ff=16))
+  >>> learner = make_learner(config, tuple(jax.devices()[:1]))
+  >>> learner.mesh.size, learner.critic.specs["value_head"].shape
+  (1, (8, 1))
+  >>> "dense_layers/attention/k" in learner.critic.frozen, "dense_layers/attention/k" in learner.policy.frozen
+  (True, False)
   """
   layout = Layout(make_mesh(config.mesh, devices or place(config).learner))
   policy = make_policy(config, layout)
@@ -65,12 +77,15 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
 
 
 def make_policy(config: RunConfig, layout: Layout) -> Network:
-  """The policy. With LoRA only its factors train; router biases have no gradient, but may follow the load."""
+  """Makes the policy. With LoRA only its factors train; router biases have no gradient, but may follow the load."""
+  # Parameters, and those among them that the optimiser must not touch.
   specs = base_specs = param_specs(config.model)
   frozen = fixed_paths(config.model)
   if config.model.lora.rank:
     specs = base_specs | {"lora": lora_specs(base_specs, config.model.lora)}
     frozen = frozenset({*path_names(base_specs), "lora/scale"})
+
+  # The routers' biases follow their load, after each gradient step.
   rate = config.algorithm.router_bias_update
 
   def balance_routers(params: PyTree, outputs: PolicyOutputs) -> PyTree:
@@ -91,7 +106,7 @@ def make_policy(config: RunConfig, layout: Layout) -> Network:
 
 
 def make_critic(config: RunConfig, layout: Layout, *, freeze: bool = True) -> Network:
-  """The critic; `freeze=False` ignores the frozen sets of `algorithm`."""
+  """Makes the critic; `freeze=False` ignores the frozen sets of `algorithm`."""
   algorithm = config.algorithm
   head = make_value_head(algorithm)
   return Network(
@@ -108,23 +123,23 @@ def make_critic(config: RunConfig, layout: Layout, *, freeze: bool = True) -> Ne
 
 
 def rows_multiple(learner: Learner) -> int:
-  """The factor of every number of packed rows: micro-batches times data shards."""
+  """Returns the factor of every number of packed rows: micro-batches times data shards."""
   return learner.config.algorithm.micro_batches * learner.layout.shards("batch")
 
 
 def init_sharded(specs: PyTree, layout: Layout, seed: int) -> PyTree:
-  """Initial parameters, created on the mesh."""
+  """Creates initial parameters on the mesh."""
   shardings = layout.param_shardings(specs)
   return jax.jit(lambda key: init_params(specs, key), out_shardings=shardings)(jax.random.key(seed))
 
 
 def init_policy_params(learner: Learner, seed: int) -> PyTree:
-  """Random policy parameters, created sharded."""
+  """Creates random policy parameters on the learner's mesh."""
   return init_sharded(learner.policy.specs, learner.layout, seed)
 
 
 def sharded_specs(specs: PyTree, layout: Layout) -> PyTree:
-  """The abstract parameters with their shardings, as a checkpoint is restored onto."""
+  """Returns the abstract parameters with their shardings, onto which a checkpoint is restored."""
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
     abstract_params(specs),
@@ -133,7 +148,7 @@ def sharded_specs(specs: PyTree, layout: Layout) -> PyTree:
 
 
 def abstract_network(network: Network, layout: Layout) -> NetworkState:
-  """Shapes, dtypes and shardings of a network's state; optimiser moments live where their parameters live."""
+  """Returns shapes, dtypes and shardings of a network's state; moments live where their parameters live."""
   shapes = jax.eval_shape(network.start, abstract_params(network.specs))
   shardings = jax.tree_util.tree_leaves_with_path(layout.param_shardings(network.specs))
   named = {path_name(path): sharding for path, sharding in shardings}
@@ -150,7 +165,7 @@ def abstract_network(network: Network, layout: Layout) -> NetworkState:
 
 
 def abstract_state(learner: Learner) -> TrainState:
-  """Shapes, dtypes and shardings of the train state."""
+  """Returns shapes, dtypes and shardings of the train state."""
   replicated = learner.layout.sharding()
   return TrainState(
     policy=abstract_network(learner.policy, learner.layout),
@@ -160,20 +175,20 @@ def abstract_state(learner: Learner) -> TrainState:
 
 
 def make_state(learner: Learner, policy_params: PyTree, critic_params: PyTree | None) -> TrainState:
-  """The train state at version 0 with fresh optimisers, sharded on the learner's mesh; it owns all its buffers."""
+  """Makes the train state at version 0 with fresh optimisers, sharded on the mesh; it owns all its buffers."""
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(learner))
   start = functools.partial(init_train_state, learner.policy, learner.critic)
   return jax.jit(start, out_shardings=shardings)(policy_params, critic_params)
 
 
 def make_network_state(network: Network, layout: Layout, params: PyTree) -> NetworkState:
-  """One network alone with a fresh optimiser, sharded on the mesh; it owns all its buffers."""
+  """Makes the state of one network with a fresh optimiser, sharded on the mesh; it owns all its buffers."""
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_network(network, layout))
   return jax.jit(network.start, out_shardings=shardings)(params)
 
 
 def make_step(learner: Learner, *, update_policy: bool = True) -> TrainStep:
-  """The jitted, donated train step on the learner's mesh; with `update_policy=False` it trains the critic alone."""
+  """Makes the jitted, donated train step on the mesh; with `update_policy=False` it trains the critic alone."""
   return make_train_step(
     learner.config.algorithm,
     learner.policy,

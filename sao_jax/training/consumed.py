@@ -1,4 +1,4 @@
-"""The consumed batches, kept on disk in the order of train steps: a finished run can be replayed (see `replay`)."""
+"""The record of a run: its consumed batches on disk, in the order of train steps, for `replay` to train on again."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ from sao_jax.rollout.serialization import trajectories_from_state, trajectories_
 
 
 class Record:
-  """One archive per train step in `<workdir>/consumed/<phase>/`; numbers and text only, nothing is pickled."""
+  """The record of a phase: one archive per train step in `<workdir>/consumed/<phase>/`, numbers and text only.
+
+  Nothing is pickled, so reading a record runs no code.
+  """
 
   def __init__(self, workdir: str | os.PathLike, phase: str):
     self.directory = pathlib.Path(workdir) / "consumed" / phase
 
   def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-    """Keeps what led to `step`; a step that a resumed run repeats replaces what it left before."""
-    records, arrays = trajectories_to_state(list(trajectories))
+    """Records the batch of `step`; when a resumed run repeats the step, the new batch replaces the old one."""
+    entries, arrays = trajectories_to_state(list(trajectories))
     self.directory.mkdir(parents=True, exist_ok=True)
     path = self._path(step)
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(encode({"trajectories": records, "arrays": arrays}))
+    unfinished.write_bytes(encode({"trajectories": entries, "arrays": arrays}))
     os.replace(unfinished, path)  # whole or not at all
 
   def read(self, step: int) -> list[Trajectory]:
     """Returns the trajectories that `write` was given for `step`, bit for bit.
 
     Raises:
-      FileNotFoundError: nothing was kept.
+      FileNotFoundError: the step was not recorded.
       ValueError: the file is damaged.
     """
     state = decode(self._path(step).read_bytes())
     return trajectories_from_state(state["trajectories"], state["arrays"])
 
   def forget_after(self, step: int) -> None:
-    """Removes what was kept of later steps: a run that goes on from `step` makes them anew."""
+    """Removes the later steps: a run that goes on from `step` makes them anew."""
     for path in self.directory.glob("*.npz"):
       if int(path.name.split(".")[0]) > step:
         path.unlink()
 
   def missing(self, steps: int) -> list[int]:
-    """Returns those of the steps 1 ... `steps` that were not kept."""
+    """Returns those of the steps 1 ... `steps` that were not recorded."""
     return [step for step in range(1, steps + 1) if not self._path(step).exists()]
 
   def _path(self, step: int) -> pathlib.Path:

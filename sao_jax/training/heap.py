@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-  """What exists now, some hundred thousand objects of jax alone, is looked at by no collection until the end.
+  """Hides all objects that exist now, some hundred thousand of jax alone, from the collector until the end.
 
   A full collection walks all objects and lets no thread run meanwhile: neither the event loop of the rollouts nor the
-  sampler's thread. Garbage made from now on is collected as ever.
+  sampler's thread. Objects made from now on are collected as ever.
   """
   gc.collect()
   gc.freeze()

@@ -6,6 +6,7 @@ Value pretraining and RL are the same loop: a critic-only step leaves the policy
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 
@@ -27,12 +28,13 @@ from sao_jax.learner.setup import Learner, make_learner, rows_multiple
 from sao_jax.report.episode_samples import EpisodeSamples
 from sao_jax.report.metrics import evaluated_versions
 from sao_jax.report.run_log import RunLog
+from sao_jax.sampler.service import SamplerService
 from sao_jax.training import phases
 from sao_jax.training.heap import frozen_heap
 from sao_jax.training.phases import EXPLAINED_VARIANCE, Phase, Start
 from sao_jax.training.rollouts import make_rollouts
 from sao_jax.training.saver import Saver
-from sao_jax.types import TrainState
+from sao_jax.types import PyTree, TrainState
 
 # Shown beside the progress of a phase.
 FACTS = {"reward": "reward_mean", "lag": "lag_mean", "buffer": "rollouts_buffered", "ev": EXPLAINED_VARIANCE}
@@ -40,7 +42,14 @@ FACTS = {"reward": "reward_mean", "lag": "lag_mean", "buffer": "rollouts_buffere
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """How a phase ended: its state, the train steps done, whether it was interrupted, and the last evaluation."""
+  """The end of a phase.
+
+  Attributes:
+    state: the last train state.
+    step: train steps done.
+    interrupted: True if the process was asked to stop.
+    evaluation: the last one that was collected; None without any.
+  """
 
   state: TrainState
   step: int
@@ -51,7 +60,7 @@ class Result:
 def pretrain_value(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = False) -> Result:
   """Trains the critic, attention too, on rollouts of the frozen initial policy until explained variance plateaus.
 
-  `validated`: as in `train`.
+  `validated`: the caller has called `validate`.
   """
   config = dataclasses.replace(config, critic_optimizer=config.value_pretraining.optimizer)
   phase = phases.value_pretraining(config)
@@ -63,7 +72,9 @@ def train(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fa
 
   `validated`: the caller has called `validate`, as launchers do before they write to `workdir`.
 
-  As in `train(load_config("configs/calculator.py"), "runs/a").evaluation.success.rate`.
+  Example:
+    result = train(load_config("configs/calculator.py"), "runs/calculator")
+    result.evaluation.success.rate
   """
   phase = phases.reinforcement_learning(config)
   return run_phase(config, pathlib.Path(workdir), phase, freeze=True, validated=validated)
@@ -78,9 +89,10 @@ def run_phase(
     config: the run's configuration.
     workdir: holds `<phase>/` (checkpoints) and the metrics of all phases.
     phase: the steps to run.
-    freeze: whether the critic's frozen set applies.
-    validated: as in `train`.
+    freeze: False trains the frozen part of the critic too.
+    validated: the caller has called `validate`.
   """
+  # Whatever cannot work is refused before any work starts.
   if not validated:
     validate(config, training=True)
   learner = make_learner(config, freeze=freeze)
@@ -88,6 +100,7 @@ def run_phase(
   check_row_counts(config.rollout.row_counts, rows_multiple(learner))
   check_prompts(config)
 
+  # Ctrl-C ends the phase after the step in progress, and saves it; a second one ends the program at once.
   settings = config.training
   with (
     Checkpointer(workdir / phase.name, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
@@ -95,6 +108,7 @@ def run_phase(
   ):
     start = phases.restore_or_begin(config, learner, workdir, phase, checkpointer)
     result = _run(config, learner, workdir, phase, start, checkpointer, interrupt)
+
   if result.interrupted:
     logging.info("Interrupted and saved after step %d; the same command goes on from there.", result.step)
   return result
@@ -110,56 +124,33 @@ def _run(
   interrupt: Interrupt,
 ) -> Result:
   """Trains from `start` to the end of the phase."""
+  # The learner's state, and the sampler's own copy of the policy.
   step, state, version = start.step, start.state, phase.version(start.step)
   publish = make_publisher(learner)
   weights = publish(state.policy.params)
 
-  samples = EpisodeSamples(
-    workdir,
-    phase.name,
-    config.environment.tokenizer(),
-    steps=phase.steps,
-    every=config.training.checkpoint_every,
-    restored_step=start.restored_step,
-  )
+  samples = _make_samples(config, workdir, phase, start)
 
-  def report(step: int, evaluation: Evaluation) -> None:
-    log.write(step, evaluation.metrics() | {"policy_version": evaluation.policy_version})
-    log.note(success=evaluation.success.rate)
-    for trajectory in evaluation.trajectories[:1]:
-      samples.keep(step, trajectory)
-    logging.info("Version %d: held-out success %s.", evaluation.policy_version, evaluation.success)
-
+  # Train steps compile in the background, from here on, while the sampler warms up and is audited.
   with (
     CompiledSteps(learner, phase.kinds(step)) as train_step,
-    RunLog(
-      workdir,
-      phase.name,
-      total=phase.steps,
-      start=step,
-      restored_step=start.restored_step,
-      every=config.training.log_every,
-      facts=FACTS,
-      keep={EXPLAINED_VARIANCE: start.explained_variance},
-    ) as log,
-    make_service(
-      config,
-      weights,
-      seed=phases.sampler_seed(config, phase.name),
-      version=version,
-      warm_up=True,
-      record_experts=config.algorithm.router_replay,
-    ) as service,
-    PinnedEvaluation(config, interrupt, last_version=phase.policy_steps, report=report) as evaluation,
+    _make_log(config, workdir, phase, start) as log,
+    _make_service(config, phase, version, weights) as service,
+    PinnedEvaluation(
+      config, interrupt, last_version=phase.policy_steps, report=functools.partial(_report, log, samples)
+    ) as evaluation,
     frozen_heap(),
   ):
     if config.training.audit:
       audit_at_start(config, learner, service, state.policy.params, interrupt)
+
+    # Rollouts go on with those that were in progress; the version that a process starts with is evaluated too.
     rollouts = make_rollouts(learner, service, workdir, phase.name, step, version, interrupt, look=evaluation.check)
     if start.rollouts is not None:
       rollouts.load_state_dict(*start.rollouts)
     evaluation.begin(step, version, weights, measured=evaluated_versions(workdir, phase.name))
 
+    # From here on rollouts run in their threads, and what was trained is saved if anything fails.
     saver = Saver(checkpointer, phase, rollouts, log)
     saver.end_step(step, state)
     with rollouts, saver:
@@ -188,8 +179,56 @@ def _run(
         samples.after(step, batch.trajectories[0])
         saver.after(step)
 
+      # Finish what lags behind the last step.
       samples.finish()
       log.flush()
       evaluation.finish(version, look=rollouts.check)
     saver.save()
   return Result(state, step, interrupt.requested, evaluation.last)
+
+
+def _make_log(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Start) -> RunLog:
+  """Makes the metrics and the progress of a phase, from the step on where it starts."""
+  return RunLog(
+    workdir,
+    phase.name,
+    total=phase.steps,
+    start=start.step,
+    restored_step=start.restored_step,
+    every=config.training.log_every,
+    facts=FACTS,
+    keep={EXPLAINED_VARIANCE: start.explained_variance},
+  )
+
+
+def _make_samples(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Start) -> EpisodeSamples:
+  """Makes the keeper of the episodes that the report shows."""
+  return EpisodeSamples(
+    workdir,
+    phase.name,
+    config.environment.tokenizer(),
+    steps=phase.steps,
+    every=config.training.checkpoint_every,
+    restored_step=start.restored_step,
+  )
+
+
+def _make_service(config: RunConfig, phase: Phase, version: int, weights: PyTree) -> SamplerService:
+  """Makes the sampler of a phase, compiled, with `weights` as policy version `version`."""
+  return make_service(
+    config,
+    weights,
+    seed=phases.sampler_seed(config, phase.name),
+    version=version,
+    warm_up=True,
+    record_experts=config.algorithm.router_replay,
+  )
+
+
+def _report(log: RunLog, samples: EpisodeSamples, step: int, evaluation: Evaluation) -> None:
+  """Writes down an evaluation that began after `step`, and keeps one of its episodes."""
+  log.write(step, evaluation.metrics() | {"policy_version": evaluation.policy_version})
+  log.note(success=evaluation.success.rate)
+  for trajectory in evaluation.trajectories[:1]:
+    samples.keep(step, trajectory)
+  logging.info("Version %d: held-out success %s.", evaluation.policy_version, evaluation.success)

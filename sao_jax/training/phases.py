@@ -32,7 +32,7 @@ class Phase:
   """Train steps in order: first critic-only ones, then full ones.
 
   Attributes:
-    name: of its folder and its metrics.
+    name: name of its folder and of its metrics.
     critic_steps: how many steps leave the policy alone (at most, if `until_plateau`).
     policy_steps: how many full steps follow, which is the last policy version.
     until_plateau: end early once explained variance no longer rises.
@@ -49,28 +49,28 @@ class Phase:
     return self.critic_steps + self.policy_steps
 
   def updates_policy(self, step: int) -> bool:
-    """Whether the train step after `step` steps is a full one."""
+    """Tells if the train step after `step` steps is a full one."""
     return step >= self.critic_steps
 
   def kinds(self, step: int) -> frozenset[bool]:
-    """What `updates_policy` will be from `step` on."""
+    """Returns the kinds of steps still to come after `step` steps: False critic-only, True full."""
     return frozenset(self.updates_policy(each) for each in (step, self.steps - 1) if step <= each)
 
   def version(self, step: int) -> int:
-    """Policy version after `step` train steps: the number of policy updates among them."""
+    """Returns the policy version after `step` train steps: the number of policy updates among them."""
     return max(0, step - self.critic_steps)
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-  """Where a process takes a phase up.
+  """A process's starting point in a phase.
 
   Attributes:
     step: train steps done.
     state: the train state after them.
     restored_step: step of the checkpoint that it comes from; None at the phase's beginning.
     rollouts: state of the rollout side, as (JSON, arrays); None at the beginning.
-    explained_variance: of every step done.
+    explained_variance: one number for every step done.
   """
 
   step: int
@@ -92,7 +92,7 @@ def reinforcement_learning(config: RunConfig) -> Phase:
 
 def _derived_seed(config: RunConfig, phase: str, *more: int) -> int:
   sequence = np.random.SeedSequence([config.training.seed, PHASES.index(phase), *more])
-  return int(sequence.generate_state(1)[0]) >> 1  # jax takes it as an int32
+  return int(sequence.generate_state(1)[0]) >> 1  # jax reads it as an int32
 
 
 def prompt_seed(config: RunConfig, phase: str) -> int:
@@ -106,15 +106,17 @@ def sampler_seed(config: RunConfig, phase: str) -> int:
 
 
 def plateaued(config: RunConfig, step: int, explained_variance: Sequence[float]) -> bool:
-  """Whether value pretraining may end after `step` steps, from the explained variance of each.
+  """Decides if value pretraining may end after `step` steps, from the explained variance of each.
 
-  Looks at what is known one step late, so that it says the same of a run that was saved and resumed.
+  Reads all but that of the last step, so that the decision is the same in a run that was saved and resumed.
   """
   settings = config.value_pretraining
   window = settings.plateau_window
   known = explained_variance[: max(step - 1, 0)]
   if len(known) < max(settings.min_steps, 2 * window):
     return False
+
+  # The mean of the newest window against that of the window before it.
   recent = np.asarray(known[-window:], np.float64)
   before = np.asarray(known[-2 * window : -window], np.float64)
   if not (np.isfinite(recent).any() and np.isfinite(before).any()):  # undefined where all rewards are equal
@@ -128,7 +130,7 @@ def ended(config: RunConfig, phase: Phase, step: int, explained_variance: Sequen
 
 
 def latest_step(directory: pathlib.Path) -> int | None:
-  """The newest checkpoint's step; None without one."""
+  """Returns the step of the newest checkpoint; None without one."""
   if not directory.is_dir():
     return None
   with Checkpointer(directory) as checkpointer:
@@ -136,10 +138,14 @@ def latest_step(directory: pathlib.Path) -> int | None:
 
 
 def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, earlier: Sequence[str]) -> PyTree:
-  """The policy that a phase starts from: of the first of the `earlier` phases found, of model.checkpoint, or random."""
+  """Loads or makes the policy that a phase starts from.
+
+  It comes from the first of the `earlier` phases with a checkpoint, else from model.checkpoint, else it is random.
+  """
   folders = [workdir / name for name in earlier]
   if config.model.checkpoint:
     folders.append(pathlib.Path(config.model.checkpoint))
+
   for folder in folders:
     if is_hf_folder(folder):
       logging.info("The policy starts from %s.", folder)
@@ -147,12 +153,13 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
     if latest_step(folder) is not None or folder == pathlib.Path(config.model.checkpoint):
       logging.info("The policy starts from %s.", folder)
       return _load_policy(learner, folder)
+
   logging.info("The policy starts from random parameters (seed %d).", config.training.seed)
   return init_policy_params(learner, config.training.seed)
 
 
 def _load_policy(learner: Learner, folder: pathlib.Path, step: int | None = None) -> PyTree:
-  """The policy of a folder of checkpoints, the newest or that of `step`; LoRA may have trained it, or begin now."""
+  """Loads the policy from a folder of checkpoints, the newest or that of `step`; with or without LoRA's factors."""
   abstract = sharded_specs(learner.policy.specs, learner.layout)
   params = load_params(folder, "policy", abstract, step=step, optional="lora")
   check_lora_scale(learner.config, params)
@@ -179,7 +186,7 @@ def _warn_of_unfinished_value_pretraining(config: RunConfig, workdir: pathlib.Pa
 
 
 def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: Phase) -> TrainState:
-  """The train state at step 0 of a phase: networks from the phases before it, fresh optimisers."""
+  """Makes the train state at step 0 of a phase: networks from the phases before it, fresh optimisers."""
   earlier = [SFT] if phase.name == VALUE_PRETRAINING else [VALUE_PRETRAINING, SFT]
   policy = initial_policy(config, learner, workdir, earlier)
   _warn_of_unfinished_sft(config, workdir)
@@ -189,15 +196,18 @@ def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, ph
 def _initial_critic(
   config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: Phase, policy: PyTree
 ) -> PyTree | None:
-  """The critic that a phase starts from: the pretrained one, or a copy of the policy; None for methods without one."""
+  """Makes the critic that a phase starts from; None for methods without one."""
   if learner.critic is None:
     return None
   specs = learner.critic.specs
+
+  # RL goes on from the pretrained critic.
   if phase.name == TRAIN and latest_step(workdir / VALUE_PRETRAINING) is not None:
     params = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(specs, learner.layout))
     _warn_of_unfinished_value_pretraining(config, workdir)
     return params
 
+  # Otherwise the critic is a copy of the policy, with a new head.
   if phase.name == TRAIN:
     logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")
   return critic_params_from_policy(
@@ -212,7 +222,7 @@ def _initial_critic(
 def restore_or_begin(
   config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: Phase, checkpointer: Checkpointer
 ) -> Start:
-  """The newest checkpoint of a phase, or its beginning.
+  """Restores the newest checkpoint of a phase, or begins the phase.
 
   Raises:
     ConfigError: the checkpoint belongs to a run with other critic-only steps, or another scale of LoRA.
@@ -251,12 +261,12 @@ def check_critic(learner: Learner, phase: Phase) -> None:
 def latest_policy(
   config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: str = ""
 ) -> tuple[PyTree, int, str]:
-  """The newest policy of a run, for evaluation and sampling.
+  """Loads the newest policy of a run, for evaluation and sampling.
 
   Args:
     config: the run's configuration.
     learner: its static half.
-    workdir: of the run.
+    workdir: the run's folder.
     phase: "train" or "sft"; "base" for what model.checkpoint names; by default the first of these that there is.
 
   Returns:
@@ -265,15 +275,19 @@ def latest_policy(
   Raises:
     ConfigError: when there is no checkpoint.
   """
+  # A checkpoint of the run itself, RL before SFT.
   for name in {"": (TRAIN, SFT), BASE: ()}.get(phase, (phase,)):
     step = latest_step(workdir / name)
     if step is not None:
       version = load_host_state(workdir / name, step)["policy_version"] if name == TRAIN else 0
       return _load_policy(learner, workdir / name, step), version, name
+
+  # Or the policy that the run would start from.
   if phase in ("", BASE) and config.model.checkpoint:
     if not phase:
       logging.warning("%s holds no checkpoint: this is the policy that model.checkpoint names.", workdir)
     return initial_policy(config, learner, workdir, []), 0, BASE
+
   if phase == BASE:
     raise ConfigError("model.checkpoint", "it names no model.", "Pass --config.model.checkpoint=FOLDER.")
   raise ConfigError(

@@ -1,4 +1,4 @@
-"""Replays a finished run: the recorded batches in the recorded order, one after the other, without any sampling.
+"""Replay of a finished run: trains on the recorded batches in the recorded order, without any sampling.
 
 Nothing is asynchronous here, so a run whose parameters come out again depended on what it consumed and on nothing else.
 """
@@ -28,13 +28,13 @@ from sao_jax.types import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-  """How a replayed state compares with the saved one.
+  """Comparison of a replayed state with the saved one.
 
   Attributes:
     steps: train steps that were replayed.
     leaves: arrays compared: parameters, optimiser states and counters of both networks.
-    differing: names of those that are not equal bit for bit.
-    largest_difference: over all numbers.
+    differing: names of the arrays that are not equal bit for bit.
+    largest_difference: largest absolute difference between two numbers of the states.
   """
 
   steps: int
@@ -44,7 +44,7 @@ class Replay:
 
   @property
   def identical(self) -> bool:
-    """Whether the run came out again bit for bit."""
+    """True if the run came out again bit for bit."""
     return not self.differing
 
 
@@ -62,6 +62,8 @@ def replay(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = F
     raise ConfigError(
       "processes", f"there are {jax.process_count()} of them.", "Replay in one process with all devices."
     )
+
+  # Every step from the first one on must have been recorded.
   workdir = pathlib.Path(workdir)
   phase, record = phases.reinforcement_learning(config), Record(workdir, phases.TRAIN)
   learner = make_learner(config)
@@ -75,6 +77,8 @@ def replay(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = F
       f"{len(missing)} of the {steps} steps of {workdir} were not recorded, the first is step {missing[0]}",
       "train with --config.rollout.record=True (or rollout.deterministic=True) from the first step on",
     )
+
+  # The same start and the same batches, in order.
   state = phases.initial_state(config, learner, workdir, phase)
   kinds = {phase.updates_policy(step) for step in range(steps)}
   with Progress("replay", total=steps) as progress, CompiledSteps(learner, kinds) as train_step:
@@ -82,12 +86,14 @@ def replay(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = F
       rows = packed_batch(learner, record.read(step + 1)).rows
       state, _ = train_step(state, rows, update_policy=phase.updates_policy(step))
       progress.update(step + 1)
-  with Checkpointer(workdir / phase.name) as checkpointer:  # only now: two states need twice the memory
+
+  # The saved state is read only now: two states need twice the memory.
+  with Checkpointer(workdir / phase.name) as checkpointer:
     return compare(steps, state, checkpointer.restore(abstract_state(learner), step=steps).state)
 
 
 def compare(steps: int, replayed: TrainState, saved: TrainState) -> Replay:
-  """Compares all leaves bit for bit."""
+  """Compares all leaves of two states bit for bit."""
   ours, theirs = (jax.tree_util.tree_leaves_with_path(jax.device_get(state)) for state in (replayed, saved))
   differing, largest = [], 0.0
   for (path, a), (_, b) in zip(ours, theirs, strict=True):

@@ -61,11 +61,11 @@ class Rollouts:
     look: Callable[[], None] = lambda: None,
   ):
     """Args:
-    loop: not started yet.
+    loop: the asynchronous loop, not started yet.
     batch_size: trajectories per train step.
     interrupt: ends the wait for a batch.
     service: the sampler that new weights are published to; None where nothing is published.
-    record: keeps what every step consumes; None keeps nothing.
+    record: keeps the batch of every step, for a later replay; None keeps nothing.
     first_step: train steps done before.
     deterministic: end, before a new version, what was begun under the old one.
     look: called now and then while waiting for a batch; may raise.
@@ -84,7 +84,7 @@ class Rollouts:
     self.loop.stop()
 
   def take(self, version: int) -> Any:
-    """Waits for the batch of the step that updates `version`, and records it as consumed if that is wanted.
+    """Waits for the batch of the step that updates `version`, and records it for a later replay if that is wanted.
 
     Returns:
       What the buffer makes of its trajectories, in training a `Batch`; None once an interruption was requested.
@@ -117,7 +117,7 @@ class Rollouts:
     In a deterministic run what was begun under the old version ends under it first.
 
     Args:
-      version: after the step.
+      version: the policy version after the step.
       params: the new weights for the sampler, computed already: it would stall on weights that are still under way.
         None for a step that left the policy as it is, like those of the critic alone.
     """
@@ -150,7 +150,7 @@ def make_rollouts(
   interrupt: StopSignal,
   look: Callable[[], None] = lambda: None,
 ) -> Rollouts:
-  """Makes the rollout side of a phase in this process, not started; records of steps after `step` are removed.
+  """Makes the rollout side of a phase in this process, not started. The record of later steps than `step` is removed.
 
   Args:
     learner: packs batches, and holds the run's configuration.
@@ -212,7 +212,7 @@ def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, ver
 
 
 def _prompts(config: RunConfig, tokenizer: Any, phase: str) -> Any:
-  """This process's share of the training prompts, in the phase's order."""
+  """Makes the iterator over this process's share of the training prompts, in the phase's order."""
   source = config.environment.prompts(tokenizer, "train", config.training.seed)
   shard = data_process_index(), data_process_count()
   return make_prompt_iterator(source, seed=prompt_seed(config, phase), shard=shard)

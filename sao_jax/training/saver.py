@@ -32,15 +32,15 @@ class Saver:
       self.save()
 
   def begin_step(self) -> None:
-    """The state is about to be donated."""
+    """Marks the state as about to be donated: nothing can be saved any more."""
     self._consistent = None
 
   def end_step(self, step: int, state: TrainState) -> None:
-    """The state after `step` steps and the rollouts belong together."""
+    """Keeps the state after `step` steps, which belongs together with the rollouts of now."""
     self._consistent = step, state
 
   def due(self, step: int) -> bool:
-    """True when a checkpoint follows this step."""
+    """Tells if a checkpoint follows this step."""
     return self._checkpointer.due(step)
 
   def after(self, step: int) -> None:

@@ -45,12 +45,15 @@ def make_sft_step(policy: Network, micro_batches: int = 1) -> Callable:
   def step(state: NetworkState, batch: TrajectoryBatch) -> tuple[NetworkState, dict[str, jax.Array]]:
     num_tokens = masked_count(batch.action_mask)
 
+    # -(1/N) Σ log π over a part of the rows; the parts of all micro-batches add up to the loss.
     def loss_fn(params: PyTree, rows: TrajectoryBatch) -> tuple[jax.Array, PolicyOutputs]:
       outputs = policy.apply(params, rows)
       return masked_sum(-outputs.logprobs, rows.action_mask) / jnp.maximum(num_tokens, 1.0), outputs
 
+    # One gradient step; a batch without demonstrated tokens leaves the policy as it is.
     allowed = lambda outputs: num_tokens > 0.0
     state, update, outputs = gradient_step(policy, state, loss_fn, batch, micro_batches=micro_batches, allowed=allowed)
+
     return state, {
       "sft_loss": update.loss,
       "entropy": masked_mean(outputs.entropy, batch.action_mask),
@@ -83,13 +86,16 @@ class Demonstrations:
     )
 
   def batch(self) -> list[Trajectory]:
-    """The next `sft.batch_size` demonstrations, as trajectories without behaviour log-probs."""
+    """Makes the next `sft.batch_size` demonstrations, as trajectories without behaviour log-probs."""
     return [self._demonstrate(next(self.prompts), index) for index in range(self._config.sft.batch_size)]
 
   def _demonstrate(self, prompt: Prompt, index: int) -> Trajectory:
+    # Randomness of its own for every prompt and epoch.
     key = prompt.key
     rng = np.random.default_rng([DEMONSTRATION_STREAM, self._config.training.seed, key.id, key.epoch])
     demonstration = self._environment.demonstration(prompt, self._tokenizer, rng)
+
+    # It must fit where an episode would.
     length = len(demonstration.token_ids)
     if length > self._config.sampler.context_length:
       raise ConfigError(
@@ -97,6 +103,8 @@ class Demonstrations:
         f"a demonstration has {length} tokens, more than the context of {self._config.sampler.context_length}",
         f"set sampler.context_length and the largest rollout.row_lengths to at least {length}",
       )
+
+    # The policy sampled none of it: neither log-probs nor versions.
     return Trajectory(
       token_ids=demonstration.token_ids,
       action_mask=demonstration.action_mask,
@@ -117,6 +125,8 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
   """
   if not validated:
     validate(config, training=True)
+
+  # Set-up: the policy alone, with the optimiser of this phase.
   workdir = pathlib.Path(workdir)
   config = dataclasses.replace(config, policy_optimizer=config.sft.optimizer)
   learner = make_learner(config)
@@ -124,10 +134,12 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
   settings = config.training
   demonstrations = Demonstrations(config)
   train_step = make_sft_step(learner.policy, config.algorithm.micro_batches)
+
   with (
     Checkpointer(workdir / phases.SFT, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
     Interrupt() as interrupt,
   ):
+    # Begin, or go on from the newest checkpoint: network and position in the prompts belong together.
     restored = checkpointer.restore(abstract_network(learner.policy, learner.layout))
     if restored is None:
       params = phases.initial_policy(config, learner, workdir, earlier=())
@@ -136,20 +148,27 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       step, network, host_state = restored
       check_lora_scale(config, network.params)
       demonstrations.prompts.set_state(host_state["prompts"])
+
     with RunLog(
       workdir, phases.SFT, total=config.sft.steps, start=step, restored_step=step or None, facts=FACTS
     ) as log:
       while step < config.sft.steps and not interrupt.requested:
+        # Step: still running when the metrics of the step before are logged.
         batch = packed_batch(learner, demonstrations.batch())
         network, metrics = train_step(network, batch.rows)
         step += 1
         log.push(step, metrics)
+
+        # Save, if it is due.
         if checkpointer.due(step):
           log.flush()
           checkpointer.save(step, network, {"prompts": demonstrations.prompts.get_state()})
       log.flush()
+
+    # The last state, or that of an interruption.
     checkpointer.save(step, network, {"prompts": demonstrations.prompts.get_state()})
     checkpointer.wait()
+
   if interrupt.requested:
     logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
   return network.params

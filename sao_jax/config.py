@@ -141,6 +141,16 @@ class AlgorithmConfig:
   micro_batches: PositiveInt = 1
   logprob_chunk: PositiveInt = 1024  # tokens per block of the head; [rows, T, V] is never built
 
+  @property
+  def needs_critic(self) -> bool:
+    """False for methods without a critic, which is then neither built nor trained nor saved."""
+    return self.advantage not in ("grpo",)
+
+  @property
+  def needs_groups(self) -> bool:
+    """True for methods that compare rollouts of one prompt with each other."""
+    return self.advantage in ("grpo",)
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from absl import logging
 
+POLL = 0.5  # seconds between two looks at a requested interruption during a long wait
+
 
 class StopSignal(Protocol):
   """A signal that long work looks at now and then, to stop once `requested` is True."""

@@ -1,4 +1,4 @@
-"""Token-level GAE that skips observations, the critic's targets, and whitening (arXiv 2607.07508, eq. 4-5).
+"""The estimator `sao`: token-level GAE that skips observations; the critic's targets; whitening (2607.07508, eq. 4-5).
 
 Maths on one row [T], batched by `jax.vmap`. Everything is token-aligned: values[t] = V(state before token t). The
 sampled tokens of a trajectory are numbered 0 ... n-1 across the observations between them, and

@@ -32,8 +32,12 @@ def group_advantages(
   Returns:
     The advantages; 0 where all rewards of a group are equal, in a group of one, and outside `members`.
   """
-  rewards = jnp.where(members, rewards.astype(jnp.float32), 0.0)
-  over_group = functools.partial(jax.ops.segment_sum, segment_ids=group_ids, num_segments=rewards.shape[0] + 1)
+  groups = {"segment_ids": group_ids, "num_segments": rewards.shape[0] + 1}
+  over_group = functools.partial(jax.ops.segment_sum, **groups)
+
+  # Relative to the group's best, equal rewards are exactly 0: the rounding of a mean is no advantage.
+  best = jax.ops.segment_max(jnp.where(members, rewards.astype(jnp.float32), -jnp.inf), **groups)[group_ids]
+  rewards = jnp.where(members, rewards - best, 0.0)
   size = over_group(members.astype(jnp.float32))[group_ids]
   mean = over_group(rewards)[group_ids] / jnp.maximum(size, 1.0)
 
@@ -47,7 +51,8 @@ def grpo_advantages(
 ) -> Float[Array, "B T"]:
   """The group-relative advantage of each trajectory on all of its sampled tokens, 0 elsewhere.
 
-  The trajectories of a group may lie in different rows. One without a sampled token is no member of its group.
+  The trajectories of a group may lie in different rows. One without a sampled token is no member of its group; one that
+  `truncation="mask"` leaves out of the losses is.
 
   Raises:
     ConfigError: the batch was packed without groups.

@@ -29,30 +29,20 @@ from sao_jax.algorithm.reductions import masked_count, masked_sum
 from sao_jax.algorithm.tokens import sampled_tokens, token_values, trained_tokens
 from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import AlgorithmConfig
+from sao_jax.errors import ConfigError
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrainState, TrajectoryBatch
 
 Metrics = dict[str, Array]
 TrainStep = Callable[[TrainState, TrajectoryBatch], tuple[TrainState, Metrics]]
 
 
-class Estimator(NamedTuple):
-  """A way to compute advantages.
+# (config, batch, state_values) -> advantages [B, T] of all sampled tokens, 0 elsewhere, before any whitening.
+# `state_values` [B, T] are V of the state *after* each token, and `tokens.token_values` turns them to those before it;
+# they are None without a critic. A batch's rewards stand on the last sampled token of each trajectory.
+Estimator = Callable[[AlgorithmConfig, TrajectoryBatch, Float[Array, "B T"] | None], Float[Array, "B T"]]
 
-  Attributes:
-    advantages: `(config, batch, values) -> [B, T]`, on all sampled tokens, before any whitening; `values` are V of the
-      state after each token, [B, T], or None without a critic.
-    needs_critic: whether it reads values; otherwise the critic is neither built, trained nor saved.
-  """
-
-  advantages: Callable[[AlgorithmConfig, TrajectoryBatch, Float[Array, "B T"] | None], Float[Array, "B T"]]
-  needs_critic: bool
-
-
-# `algorithm.advantage` names one of these; a new one is a function, a line here and a name in its `Literal`.
-ADVANTAGES: dict[str, Estimator] = {
-  "sao": Estimator(sao_advantages, needs_critic=True),
-  "grpo": Estimator(grpo_advantages, needs_critic=False),
-}
+# `algorithm.advantage` names one of these; config.py says which of them need a critic or groups.
+ADVANTAGES: dict[str, Estimator] = {"sao": sao_advantages, "grpo": grpo_advantages}
 
 
 def init_train_state(
@@ -78,7 +68,7 @@ def make_train_step(
   """Returns the jitted `train_step(state, batch) -> (state, metrics)`; the state is donated.
 
   Args:
-    config: static; `algorithm.advantage` chooses the estimator.
+    config: static, as `configuration.validate` lets it pass; `algorithm.advantage` chooses the estimator.
     policy: its `apply` returns `PolicyOutputs`.
     critic: its `apply` returns as many outputs per token as the value head of `config` has; None for an estimator
       without one.
@@ -91,7 +81,13 @@ def make_train_step(
   The metrics have the same keys and shapes in every mode and for every batch; all are fp32 and reduced over the global
   batch. NaN means undefined: nothing to average over, or a figure of the policy in a critic-only step.
   """
-  estimate = ADVANTAGES[config.advantage].advantages
+  if (critic is not None) != config.needs_critic or not (critic or update_policy):
+    raise ConfigError(
+      "algorithm.advantage",
+      f"{config.advantage!r} with critic={critic and 'a network'} and update_policy={update_policy}.",
+      "Pass a critic exactly where `config.needs_critic`; without one every step updates the policy.",
+    )
+  estimate = ADVANTAGES[config.advantage]
 
   def train_step(state: TrainState, batch: TrajectoryBatch) -> tuple[TrainState, Metrics]:
     # Advantages run over the sampled tokens; both losses sum over the trained ones, and divide once by their number N.
@@ -107,13 +103,14 @@ def make_train_step(
       values_before = token_values(fit.values_before, batch)
       metrics |= diagnostics.critic_metrics(config, fit.updates, values_before, fit.targets, trained)
 
+    # A function, since a critic-only step wants no more than the shapes of what it reports.
     def policy_half(policy_state: NetworkState) -> tuple[NetworkState, Metrics]:
       # Values: V after those steps, or before them.
-      values = fit and fit.values_before
-      if fit and config.advantage_values == "post":
+      values = None if fit is None else fit.values_before
+      if critic is not None and config.advantage_values == "post":
         values = _read_values(config, critic, critic_state.params, batch)
 
-      # Advantages: A_k = δ_k + γλ A_{k+1} from each sampled token to the next sampled one, λ = 1 - 1/(α n).
+      # Advantages, for sao: A_k = δ_k + γλ A_{k+1} from each sampled token to the next sampled one, λ = 1 - 1/(α n).
       advantages = estimate(config, batch, values)
       whitened = masked_whiten(advantages, trained) if config.whiten_advantages else advantages
 

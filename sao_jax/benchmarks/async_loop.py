@@ -58,7 +58,7 @@ def run_loop(settings: LoopSettings, environment: Sleeping) -> LoopRecord:
       trained = time.monotonic() + settings.train_seconds
       lags += [version - trajectory.oldest_version for trajectory in batch]
       used += [trajectory.info["latency"] for trajectory in batch]
-      rollouts.metrics(batch)
+      rollouts.consumed(batch)
       time.sleep(max(trained - time.monotonic(), 0.0))
 
       # Its weights are published: the sampler only has to know their number.

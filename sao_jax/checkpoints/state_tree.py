@@ -59,8 +59,8 @@ def check_same_leaves(
   raise ConfigError(
     f"checkpoint {item}/{name}",
     f"expected {describe(wanted, name)}, found {describe(stored, name)}{more} in {where}.",
-    "It was saved by a run with another model, optimiser or frozen set: restore that run's --config, or use a new "
-    "--workdir.",
+    "It was saved by a run with another model, optimiser, frozen set or algorithm.advantage: restore that run's "
+    "--config, or use a new --workdir.",
   )
 
 

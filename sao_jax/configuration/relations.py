@@ -268,26 +268,36 @@ def _advantage(config: RunConfig) -> Iterator[ConfigError]:
       f"{rollout.batch_size} trajectories do not divide into groups of {rollout.group_size}.",
       "Make rollout.batch_size a multiple of rollout.group_size.",
     )
-  if algorithm.advantage != "grpo":
-    return
-
-  # Group-relative advantages need groups, and have no critic.
-  if rollout.group_size < 2:
+  # Advantages within groups need groups, and are of unit size already.
+  if algorithm.needs_groups and rollout.group_size < 2:
     yield ConfigError(
       "rollout.group_size",
       f"group-relative advantages compare the rollouts of a prompt, and there is {rollout.group_size} of each.",
       "Set rollout.group_size to 2 or more, as in 8, or use algorithm.advantage=sao.",
     )
+  if algorithm.needs_groups and algorithm.whiten_advantages:
+    yield ConfigError(
+      "algorithm.whiten_advantages",
+      f"algorithm.advantage={algorithm.advantage!r} is normalised within groups; whitening would give those of equal "
+      "rewards an advantage.",
+      "Pass --config.algorithm.whiten_advantages=False.",
+    )
+
+  # Some methods have no critic.
+  if algorithm.needs_critic:
+    return
   if algorithm.critic_warmup_steps:
     yield ConfigError(
       "algorithm.critic_warmup_steps",
-      f"{algorithm.critic_warmup_steps} critic-only steps, and algorithm.advantage='grpo' has no critic.",
+      f"{algorithm.critic_warmup_steps} critic-only steps, and algorithm.advantage={algorithm.advantage!r} has no "
+      "critic.",
       "Pass --config.algorithm.critic_warmup_steps=0.",
     )
   if algorithm.truncation == "bootstrap":
     yield ConfigError(
       "algorithm.truncation",
-      "'bootstrap' continues a cut trajectory with the critic's value, and algorithm.advantage='grpo' has no critic.",
+      "'bootstrap' continues a cut trajectory with the critic's value, and "
+      f"algorithm.advantage={algorithm.advantage!r} has no critic.",
       "Use algorithm.truncation='zero' or 'mask'.",
     )
 

@@ -10,10 +10,8 @@ from absl import logging
 
 from sao_jax.config import RunConfig
 from sao_jax.evaluation.heldout import Evaluation, evaluate
-from sao_jax.interrupt import Interrupt, Interrupted
+from sao_jax.interrupt import POLL, Interrupt, Interrupted
 from sao_jax.types import PyTree
-
-POLL = 0.5  # seconds between two looks at a requested interruption while an evaluation is waited for
 
 
 class Measured(NamedTuple):

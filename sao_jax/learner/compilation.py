@@ -7,13 +7,12 @@ import os
 from collections.abc import Callable, Collection
 from typing import Any
 
-from sao_jax.interrupt import StopSignal
+from sao_jax.interrupt import POLL, StopSignal
 from sao_jax.learner.batches import abstract_rows
 from sao_jax.learner.setup import Learner, abstract_state, make_step
 from sao_jax.types import TrainState, TrajectoryBatch
 
 COMPILING_STEPS = 2  # after so many steps of a process everything is compiled, for the rest of the run
-POLL = 0.5  # seconds between two looks at a requested interruption while a program is waited for
 
 
 class CompiledSteps:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from sao_jax.algorithm.network import Network
 from sao_jax.algorithm.optimizer import make_optimizer
-from sao_jax.algorithm.train_step import ADVANTAGES, TrainStep, init_train_state, make_train_step
+from sao_jax.algorithm.train_step import TrainStep, init_train_state, make_train_step
 from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import RunConfig
 from sao_jax.learner.placement import place
@@ -70,7 +70,7 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
   """
   layout = Layout(make_mesh(config.mesh, devices or place(config).learner))
   policy = make_policy(config, layout)
-  critic = make_critic(config, layout, freeze=freeze) if ADVANTAGES[config.algorithm.advantage].needs_critic else None
+  critic = make_critic(config, layout, freeze=freeze) if config.algorithm.needs_critic else None
   for network in filter(None, (policy, critic)):
     check_mesh_divides_model(layout, network.specs)
   return Learner(config, layout, policy, critic)

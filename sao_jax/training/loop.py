@@ -163,11 +163,12 @@ def _run(
         ):
           break
 
-        # Step: dispatched here, and still running when the metrics of the step before are logged.
+        # Step: dispatched here, and still running when the metrics of the step before are logged. Nothing can be saved
+        # from here to the end of the step, since the old state is donated.
         saver.begin_step()
         state, metrics = train_step(state, batch.rows, update_policy=updates_policy)
         step, version = step + 1, phase.version(step + 1)
-        log.push(step, metrics | rollouts.metrics(batch.trajectories) | {"policy_version": version})
+        log.push(step, metrics | rollouts.consumed(batch.trajectories) | {"policy_version": version})
 
         # Publish: the sampler goes on with the old weights until the new ones are computed, or it would stall on them.
         weights = jax.block_until_ready(publish(state.policy.params)) if updates_policy else None

@@ -13,7 +13,7 @@ import numpy as np
 from sao_jax.config import RunConfig
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.episode import Trajectory
-from sao_jax.interrupt import StopSignal
+from sao_jax.interrupt import POLL, StopSignal
 from sao_jax.learner.batches import packed_batch, required_experts
 from sao_jax.learner.setup import Learner
 from sao_jax.parallel.process import data_process_count, data_process_index
@@ -26,8 +26,6 @@ from sao_jax.training.consumed import Record
 from sao_jax.training.phases import prompt_seed
 from sao_jax.types import PyTree
 
-POLL = 0.5  # seconds between two looks at a requested interruption while the trainer waits for a batch
-
 
 class Rollouts:
   """Rollouts from the trainer's side; a context manager that starts and stops their loop.
@@ -36,7 +34,7 @@ class Rollouts:
     with make_rollouts(learner, service, workdir, phase.name, step, version, interrupt) as rollouts:
       while (batch := rollouts.take(version)) is not None:
         state, metrics = train_step(state, batch.rows)
-        metrics |= rollouts.metrics(batch.trajectories)
+        metrics |= rollouts.consumed(batch.trajectories)
         version += 1
         rollouts.end_step(version, jax.block_until_ready(publish(state.policy.params)))
 
@@ -73,7 +71,6 @@ class Rollouts:
     self.loop, self.interrupt = loop, interrupt
     self._batch_size, self._service, self._deterministic, self._look = batch_size, service, deterministic, look
     self._record, self._step = record, first_step
-    self._taken: Any = None  # the batch in training
     self._metrics: StepMetrics | None = None
 
   def __enter__(self) -> Rollouts:
@@ -102,18 +99,24 @@ class Rollouts:
         self.check()  # a TimeoutError of the rollout side itself is not ours to swallow
         continue
 
-      self._taken = batch
       return batch
     return None
 
-  def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Returns the host-side numbers of a step; call it once per step, while the device computes it."""
+  def consumed(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Takes note of what a step consumes; call it once per step, while the device computes it.
+
+    The trajectories are kept for a later replay, if that is wanted.
+
+    Returns:
+      Host-side numbers of the step, for its metrics.
+    """
+    self._step += 1
+    if self._record is not None:
+      self._record.write(self._step, trajectories)
     return self._metrics.read(trajectories)
 
   def end_step(self, version: int, params: PyTree | None = None) -> None:
     """Ends the step of the batch that was taken: it is trained on, and `version` is the policy's from now on.
-
-    Its trajectories are recorded for a later replay, if that is wanted.
 
     In a deterministic run what was begun under the old version ends under it first.
 
@@ -122,12 +125,6 @@ class Rollouts:
       params: the new weights for the sampler, computed already: it would stall on weights that are still under way.
         None for a step that left the policy as it is, like those of the critic alone.
     """
-    # What was consumed, before a checkpoint can say that it was; the device is at work meanwhile, or was.
-    self._step += 1
-    if self._record is not None:
-      self._record.write(self._step, self._taken.trajectories)
-    self._taken = None
-
     if self._deterministic:
       self.loop.wait_until_idle()
     if params is not None:

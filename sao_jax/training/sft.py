@@ -133,7 +133,8 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
   check_row_counts(config.rollout.row_counts, rows_multiple(learner))
   settings = config.training
   demonstrations = Demonstrations(config)
-  train_step = make_sft_step(learner.policy, config.algorithm.micro_batches)
+  policy = dataclasses.replace(learner.policy, after_update=None)  # routers are balanced in RL only
+  train_step = make_sft_step(policy, config.algorithm.micro_batches)
 
   with (
     Checkpointer(workdir / phases.SFT, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,

@@ -27,6 +27,7 @@ GRPO = dataclasses.replace(toy.CONFIG, advantage="grpo", whiten_advantages=False
     ([[0.0, 0.0, 1.0]], [[-0.57735, -0.57735, 1.154701]]),
     ([[0.5, 0.5, 0.5]], [[0.0, 0.0, 0.0]]),
     ([[0.1, 0.1, 0.1], [2.0]], [[0.0, 0.0, 0.0], [0.0]]),  # a group of one is compared with nobody
+    ([[1000.1] * 3], [[0.0] * 3]),
   ],
 )
 def test_groups_are_standardised_with_the_sample_deviation(groups, expected):
@@ -34,6 +35,14 @@ def test_groups_are_standardised_with_the_sample_deviation(groups, expected):
   ids = np.concatenate([[i + 1] * len(group) for i, group in enumerate(groups)]).astype(np.int32)
   got = group_advantages(jnp.asarray(rewards), jnp.asarray(ids), jnp.ones(len(ids), bool))
   np.testing.assert_allclose(got, np.concatenate(expected), atol=1e-4)
+
+
+@pytest.mark.parametrize("size, reward", [(16, 0.9), (16, 0.7), (12, 0.1), (3, 1000.1)])
+def test_equal_rewards_are_no_advantage_at_all(size, reward):
+  """Exactly: whitening would blow the rounding of a mean up to full size."""
+  ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), size)
+  rewards = jnp.full(4 * size, reward, jnp.float32) + ids  # another reward in each group
+  assert not group_advantages(rewards, ids, jnp.ones(4 * size, bool)).any()
 
 
 def test_entries_that_are_no_members_change_nothing():
@@ -87,7 +96,7 @@ def test_packed_groups_equal_a_plain_loop(seed, groups, rows_of):
       mask[0] = False
       expected[row, start : start + len(mask)] = advantage * mask
       start += len(mask)
-  np.testing.assert_allclose(got, expected, atol=2e-3)  # equal rewards: rounding beside the 1e-6
+  np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_a_step_without_a_critic_is_the_policy_step_on_these_advantages():

@@ -33,6 +33,8 @@ def test_bad_batches_are_skipped_bit_for_bit_and_counted(change, policy_skipped,
   state, metrics = run(config, batch)
   assert metrics["policy_updates_skipped"] == policy_skipped
   assert metrics["critic_updates_skipped"] == critic_skipped
+  if (policy_skipped, critic_skipped) == (1, 0):  # evidence that is no number is noticed
+    assert not np.isfinite(metrics["delta_logprob"])
   assert_same(state.policy, toy.train_state().policy, exact=True)
   assert int(state.critic.step) == 2 - critic_skipped
   if critic_skipped:

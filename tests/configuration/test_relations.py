@@ -73,7 +73,12 @@ def test_the_defaults_are_valid():
 
 
 # Group-relative advantages, as they work.
-GRPO = {"algorithm.advantage": "grpo", "rollout.group_size": 8, "algorithm.critic_warmup_steps": 0}
+GRPO = {
+  "algorithm.advantage": "grpo",
+  "algorithm.critic_warmup_steps": 0,
+  "algorithm.whiten_advantages": False,
+  "rollout.group_size": 8,
+}
 # A sigmoid router with groups, as it works.
 GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_groups": 4}
 
@@ -96,6 +101,7 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
     ({"model.lora.rank": 4, "model.lora.targets": ()}, "model.lora.targets", "nothing to adapt", "attention, mlp"),
     ({"rollout.group_size": 3}, "rollout.batch_size", "128 trajectories do not divide into groups of 3", "a multiple"),
     (GRPO | {"rollout.group_size": 1}, "rollout.group_size", "there is 1 of each", "2 or more"),
+    (GRPO | {"algorithm.whiten_advantages": True}, "algorithm.whiten_advantages", "equal rewards", "=False"),
     (
       GRPO | {"algorithm.critic_warmup_steps": 10},
       "algorithm.critic_warmup_steps",

@@ -10,11 +10,14 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import given
+from toys import training_toy
 from toys.rollout_fakes import make_trajectory
 
 from sao_jax.config import MeshConfig
 from sao_jax.episode import Status, Trajectory
 from sao_jax.errors import ConfigError
+from sao_jax.learner import batches, setup
+from sao_jax.learner.batches import packed_batch
 from sao_jax.learner.packing import check_row_counts, pack, shard_batch, unpack
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import make_mesh
@@ -168,3 +171,29 @@ def test_trajectories_survive_serialization_bit_for_bit(trajectories):
       np.testing.assert_array_equal(getattr(after, field.name), getattr(before, field.name))
       assert type(getattr(after, field.name)) is type(getattr(before, field.name))
     assert after.token_ids.dtype == np.int32 and after.behavior_logprobs.dtype == np.float32
+
+
+def test_groups_are_numbered_across_rows_with_nothing_on_padding():
+  """Six rollouts in groups of two: 7 is alone in its row, so groups 1 and 3 lie in different rows."""
+  trajectories = [
+    dataclasses.replace(t, rollout_id=10 + i, sample=i % 2) for i, t in enumerate(lengths(7, 2, 3, 3, 5, 4))
+  ]
+  assert [t.group for t in trajectories] == [10, 10, 12, 12, 14, 14]
+  batch = pack(trajectories, (8,), (4,), grouped=True)
+  assert ((batch.group_ids > 0) == (batch.trajectory_ids > 0)).all()
+  found = {}
+  for one in unpack(batch):
+    (group,) = set(one["group_ids"].tolist())
+    found.setdefault(group, []).append(len(one["token_ids"]))
+  assert {group: sorted(sizes) for group, sizes in found.items()} == {1: [2, 7], 2: [3, 3], 3: [4, 5]}
+  assert pack(trajectories, (8,), (4,)).group_ids is None
+
+
+def test_groups_of_processes_have_numbers_of_their_own(monkeypatch):
+  config = training_toy.replace(training_toy.get_config(), rollout={"group_size": 2})
+  learner = setup.make_learner(config, tuple(jax.devices()[:1]))
+  trajectories = [dataclasses.replace(t, rollout_id=i, sample=i % 2) for i, t in enumerate(lengths(4, 5, 6, 3))]
+  first = packed_batch(learner, trajectories).rows.group_ids
+  monkeypatch.setattr(batches, "data_process_index", lambda: 1)
+  second = packed_batch(learner, trajectories).rows.group_ids
+  assert set(np.unique(first)) == {0, 1, 2} and set(np.unique(second)) == {0, 5, 6}  # a batch holds 4 trajectories

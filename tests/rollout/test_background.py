@@ -312,7 +312,7 @@ def test_silence_anywhere_ends_the_run_with_queue_sizes_and_stacks(where, monkey
 
   faults = {"reset" if where == "event loop" else where: silent}
   sampler = FakeSampler(delay=lambda rollout_id: 3600.0 if where == "sampler" else 0.0)
-  loop = make_loop(lambda: FakeEnvironment(faults=faults), sampler, watchdog_seconds=0.3, environment_timeout=3600.0)
+  loop = make_loop(lambda: FakeEnvironment(faults=faults), sampler, watchdog_seconds=1.0, environment_timeout=3600.0)
   with Running(loop):
     error = caught_by_the_main_loop(loop)
     released.set()

@@ -92,7 +92,7 @@ def test_whole_groups_are_trained(run):
 def test_there_is_a_critic_only_where_one_is_needed(run):
   method, workdir, result = run
   line = read_metrics(workdir, "train")[-1]
-  wanted = ADVANTAGES[method].needs_critic
+  wanted = get_config(method).algorithm.needs_critic
   assert (result.state.critic is not None) == wanted == ("explained_variance" in line)
   assert wanted == any((workdir / "train").glob("*/*critic*"))
   assert (setup.make_learner(get_config(method)).critic is not None) == wanted

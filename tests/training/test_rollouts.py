@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 from toys.rollout_fakes import FakeEnvironment, FakeSampler, make_loop
 
-from sao_jax.interrupt import Interrupt
+from sao_jax.interrupt import POLL, Interrupt
 from sao_jax.training.consumed import Record
-from sao_jax.training.rollouts import POLL, Rollouts
+from sao_jax.training.rollouts import Rollouts
 
 
 class Batch(NamedTuple):
@@ -66,13 +66,14 @@ def ids(batch) -> list[int]:
   return [trajectory.rollout_id for trajectory in batch.trajectories]
 
 
-def test_what_is_taken_is_recorded_under_the_step_that_it_leads_to(tmp_path):
+def test_what_a_step_consumes_is_recorded_under_its_number(tmp_path):
   record = Record(tmp_path, "train")
   rollouts, _ = make(record, admission_staleness=0)
   taken = []
   with rollouts:
     for version in range(3):
       taken.append(rollouts.take(version))
+      rollouts.consumed(taken[-1].trajectories)
       rollouts.end_step(version + 1, "weights")
   assert [ids(batch) for batch in taken] == [list(range(4 * n, 4 * n + 4)) for n in range(3)]
   for step, batch in zip((8, 9, 10), taken, strict=True):
@@ -80,10 +81,18 @@ def test_what_is_taken_is_recorded_under_the_step_that_it_leads_to(tmp_path):
   assert record.missing(10) == list(range(1, 8))
 
 
+def test_a_batch_that_no_step_consumed_is_not_recorded(tmp_path):
+  record = Record(tmp_path, "train")
+  rollouts, _ = make(record, admission_staleness=0)
+  with rollouts:
+    rollouts.take(0)  # as when the process is asked to stop while the step compiles
+  assert not list(tmp_path.rglob("*.npz"))
+
+
 def test_nothing_is_recorded_unless_it_is_wanted(tmp_path):
   rollouts, _ = make()
   with rollouts:
-    rollouts.take(0)
+    rollouts.consumed(rollouts.take(0).trajectories)
   assert not list(tmp_path.iterdir()) and not rollouts.loop._thread.is_alive()
 
 
@@ -147,7 +156,7 @@ def test_metrics_are_those_since_the_step_before():
   with rollouts:
     for version in range(2):
       batch = rollouts.take(version)
-      metrics = rollouts.metrics(batch.trajectories)
+      metrics = rollouts.consumed(batch.trajectories)
       assert metrics["rollouts_in_training"] == 4 and metrics["rollouts_trained"] == 4 * version
       assert 0.5 < metrics["trainer_idle_fraction"] <= 1.0 and 0 < metrics["step_seconds"] < 20
       assert metrics["turns_mean"] == 2.0 and metrics["truncated_fraction"] == 0.0

@@ -35,3 +35,13 @@ def test_ctrl_c_and_the_same_command_again_leave_no_trace(tmp_path, monkeypatch)
   assert [line["step"] for line in read_metrics(workdir, phases.SFT)] == [1, 2, 3, 4]
   jax.tree.map(np.testing.assert_array_equal, resumed, expected)
   assert any((a != b).any() for a, b in zip(jax.tree.leaves(halfway), jax.tree.leaves(expected)))
+
+
+def test_imitation_leaves_the_biases_of_routers_alone(tmp_path, monkeypatch):
+  """They follow the load in reinforcement learning only."""
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
+  config = training_toy.replace(
+    training_toy.get_config(), sft={"steps": 2}, model={"router": "sigmoid"}, algorithm={"router_bias_update": 0.125}
+  )
+  params = jax.device_get(sft.sft(config, tmp_path))
+  assert not params["moe_layers"]["moe"]["correction_bias"].any()

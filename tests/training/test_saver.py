@@ -1,0 +1,58 @@
+"""Nothing is saved in the middle of a step; a failure between steps saves what was trained."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from sao_jax.training.phases import EXPLAINED_VARIANCE, Phase
+from sao_jax.training.saver import Saver
+
+
+class FakeCheckpointer:
+  """Keeps what it is given."""
+
+  def __init__(self):
+    self.saved, self.waits = [], 0
+
+  def due(self, step):
+    return step % 2 == 0
+
+  def save(self, step, state, host_state):
+    self.saved.append((step, state, host_state["policy_version"]))
+
+  def wait(self):
+    self.waits += 1
+
+
+@pytest.fixture
+def saver():
+  rollouts = types.SimpleNamespace(state_dict=lambda: ({}, {}))
+  log = types.SimpleNamespace(flush=lambda: None, history={EXPLAINED_VARIANCE: []})
+  return Saver(FakeCheckpointer(), Phase("train", critic_steps=1, policy_steps=9), rollouts, log)
+
+
+@pytest.mark.parametrize("failure, saves", [(ValueError, True), (KeyboardInterrupt, False)])
+def test_a_failure_between_steps_saves_the_last_one(saver, failure, saves):
+  with pytest.raises(failure), saver:
+    saver.end_step(3, "third")
+    raise failure
+  assert saver._checkpointer.saved == [(3, "third", 2)] * saves and saver._checkpointer.waits == saves
+
+
+def test_a_failure_within_a_step_saves_nothing(saver):
+  with pytest.raises(ValueError), saver:
+    saver.end_step(3, "third")
+    saver.begin_step()
+    raise ValueError
+  assert not saver._checkpointer.saved
+
+
+def test_a_checkpoint_is_made_when_it_is_due(saver):
+  with saver:
+    for step in (1, 2, 3):
+      saver.begin_step()
+      saver.end_step(step, f"state {step}")
+      saver.after(step)
+  assert saver._checkpointer.saved == [(2, "state 2", 1)] and saver._checkpointer.waits == 0

@@ -97,18 +97,6 @@ class ModelConfig:
     return self.kv_lora_rank > 0
 
   @property
-  def rotary_dim(self) -> int:
-    """Dimensions of queries and keys, per head, that rotary embeddings turn."""
-    return self.qk_rope_head_dim or int(self.head_dim * self.rotary_fraction)
-
-  @property
-  def has_indexer(self) -> tuple[bool, ...]:
-    """For every layer: it has an indexer of its own, instead of reading what an earlier layer chose."""
-    if not self.index_topk:
-      return (False,) * self.num_layers
-    return tuple(kind == "full" for kind in self.indexer_types) or (True,) * self.num_layers
-
-  @property
   def num_mlp_layers(self) -> int:
     """Layers with a dense feed-forward part: the first ones, or all."""
     return self.num_dense_layers if self.num_experts else self.num_layers

@@ -28,7 +28,7 @@ class DISWeights(NamedTuple):
 def log_ratios(
   logprobs: Float[Array, "*tokens"], behavior_logprobs: Float[Array, "*tokens"], action_mask: Bool[Array, "*tokens"]
 ) -> Float[Array, "*tokens"]:
-  """log ρ = log π - log μ on sampled tokens, 0 elsewhere. fp32."""
+  """log ρ = log π - μ on sampled tokens, 0 elsewhere. fp32."""
   difference = jnp.asarray(logprobs, jnp.float32) - jnp.asarray(behavior_logprobs, jnp.float32)
   return jnp.where(action_mask, difference, 0.0)
 
@@ -41,7 +41,7 @@ def dis_weights(
   Decided on log ρ, and masked *before* exponentiating: with a very low μ, exp(log ρ) * 0 would be inf * 0 = NaN.
 
   Args:
-    log_ratio: log π - log μ.
+    log_ratio: log π - μ.
     action_mask: True on sampled tokens.
     epsilon_low: static delta (not a bound); 1 or more means no lower bound.
     epsilon_high: static delta.
@@ -72,7 +72,7 @@ def dis_policy_loss(
 
   Args:
     logprobs: log π of each token, token-aligned; may be anything where not sampled.
-    behavior_logprobs: log μ, from when the token was sampled; may be NaN where not sampled.
+    behavior_logprobs: μ, recorded when the token was sampled; may be NaN where not sampled.
     advantages: may be anything where not sampled.
     action_mask: True on sampled tokens.
     epsilon_low: static delta, 0.3 for reasoning, 0.8 for coding agents.

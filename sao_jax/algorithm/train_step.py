@@ -117,7 +117,7 @@ def make_train_step(
       advantages = estimate(config, batch, values)
       whitened = masked_whiten(advantages, trained) if config.whiten_advantages else advantages
 
-      # Policy: one step on -(1/N) Σ sg[f(ρ) A] log π, with ρ = π/μ and f(ρ) = ρ in (1 - ε_l, 1 + ε_h), 0 elsewhere.
+      # Policy: one step on -(1/N) Σ sg[f(ρ) A] log π; ρ = exp(log π - μ), f(ρ) = ρ in (1 - ε_l, 1 + ε_h), else 0.
       policy_state, update, outputs = _policy_step(config, policy, policy_state, batch, trained, whitened)
       of_policy = diagnostics.policy_metrics(config, update, outputs, batch, trained, advantages, lags, max_lag=max_lag)
       return policy_state, of_policy

@@ -2,7 +2,7 @@
 
 Messages and the ids that a policy sampled enter; the ids to append next leave, and the tool calls found in what was
 said. Sampled ids are never tokenised again: a template that rewrites history begins a new segment of the trajectory.
-This room never imports jax.
+This room never imports jax itself.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from sao_jax.episode import Trajectory
 from sao_jax.learner.packing import pack, shard_batch
 from sao_jax.learner.setup import Learner, rows_multiple
 from sao_jax.parallel.process import data_process_count, data_process_index
-from sao_jax.rollout.evidence import Routing
+from sao_jax.rollout.evidence import RequiredExperts
 from sao_jax.types import TrajectoryBatch
 
 
@@ -40,11 +40,11 @@ def packed_batch(learner: Learner, trajectories: Sequence[Trajectory]) -> Batch:
   return Batch(list(trajectories), shard_batch(rows, learner.layout))
 
 
-def replayed_routing(config: RunConfig) -> Routing | None:
+def required_experts(config: RunConfig) -> RequiredExperts | None:
   """Returns the experts that every trajectory must bring along, or None without `algorithm.router_replay`."""
   if not config.algorithm.router_replay:
     return None
-  return Routing(*config.model.routed_shape, config.model.num_experts)
+  return RequiredExperts(*config.model.routed_shape, config.model.num_experts)
 
 
 def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:

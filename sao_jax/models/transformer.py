@@ -40,7 +40,7 @@ def param_specs(config: ModelConfig) -> Specs:
 
   # Every layer has attention; the first ones a dense feed-forward, the others experts.
   layer = {"attention_norm": norm, "attention": kind.specs(config), "mlp_norm": norm}
-  num_dense = config.num_dense_layers if config.num_experts else config.num_layers
+  num_dense = config.num_mlp_layers
   specs = {"embed": spec((config.vocab_size, dim), ("vocab", "embed")), "final_norm": norm}
   if num_dense:
     specs["dense_layers"] = stack_specs(layer | {"mlp": gated(config.d_ff)}, num_dense)

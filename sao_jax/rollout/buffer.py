@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from sao_jax.episode import Trajectory
-from sao_jax.rollout.evidence import Routing, check_trajectory
+from sao_jax.rollout.evidence import RequiredExperts, check_trajectory
 from sao_jax.rollout.ledger import Finished, Ledger
 from sao_jax.rollout.outcomes import BadEvidence, Outcome
 from sao_jax.rollout.staleness import decisive_version, is_stale, mask_over_age, mask_truncated
@@ -56,7 +56,7 @@ class TrajectoryBuffer:
     max_staleness: int,
     staleness: Literal["drop", "mask"] = "drop",
     train_truncated: bool = True,
-    routing: Routing | None = None,
+    required_experts: RequiredExperts | None = None,
     version: int = 0,
     make_batch: Callable[[list[Trajectory]], Any] = list,
     clock: Callable[[], float] = time.monotonic,
@@ -66,7 +66,7 @@ class TrajectoryBuffer:
     max_staleness: tau in policy versions, -1 for no bound.
     staleness: "drop" or "mask".
     train_truncated: False (`algorithm.truncation="mask"`) masks all tokens of trajectories that were cut.
-    routing: the experts that a trajectory must bring along; None: none.
+    required_experts: the experts that a trajectory must bring along; None: none.
     version: the policy version at the start.
     make_batch: makes of its trajectories what `take` returns: in training, rows packed and sharded over the mesh.
     clock: seconds.
@@ -74,7 +74,7 @@ class TrajectoryBuffer:
     self.ledger, self.version = ledger, version
     self.statistics = RolloutStatistics(clock)
     self._max_staleness, self._staleness, self._clock = max_staleness, staleness, clock
-    self._train_truncated, self._routing, self._make_batch = train_truncated, routing, make_batch
+    self._train_truncated, self._required_experts, self._make_batch = train_truncated, required_experts, make_batch
     self._in_training: collections.deque[Usage] = collections.deque()  # one for every batch in training
     self._error: BaseException | None = None
     self._ended: BaseException | None = None
@@ -91,7 +91,7 @@ class TrajectoryBuffer:
     Raises:
       BadEvidence: it cannot be trained on; it stays in flight, and the caller's to give an outcome.
     """
-    check_trajectory(trajectory, self._routing)
+    check_trajectory(trajectory, self._required_experts)
     finished = self._measure(trajectory)
     with self.ledger.lock:
       self.statistics.generated(trajectory, finished.num_sampled)
@@ -198,7 +198,7 @@ class TrajectoryBuffer:
     for trajectory in snapshot.trajectories:
       finished.append(self._measure(trajectory))
       try:
-        check_trajectory(trajectory, self._routing)
+        check_trajectory(trajectory, self._required_experts)
       except BadEvidence as error:
         log.warning("buffered rollout %d is filtered: %s", trajectory.rollout_id, error)
         filtered.setdefault(error.reason, set()).add(trajectory.rollout_id)

@@ -17,7 +17,7 @@ from sao_jax.rollout.outcomes import BadEvidence
 from sao_jax.sampler.requests import Completion
 
 
-class Routing(NamedTuple):
+class RequiredExperts(NamedTuple):
   """The experts that a trajectory brings along when the learner replays the sampler's routing.
 
   Attributes:
@@ -95,10 +95,10 @@ def check_routed_experts(
   return array.astype(np.int16)
 
 
-def check_trajectory(trajectory: Trajectory, routing: Routing | None = None) -> None:
+def check_trajectory(trajectory: Trajectory, required_experts: RequiredExperts | None = None) -> None:
   """Checks a whole trajectory, whoever made it.
 
-  `routing` says which experts it must bring along; None: any it has are not looked at.
+  `required_experts` says which experts it must bring along; None: any it has are not looked at.
 
   Raises:
     BadEvidence: with the reason.
@@ -113,13 +113,13 @@ def check_trajectory(trajectory: Trajectory, routing: Routing | None = None) -> 
   _check_logprobs(trajectory.behavior_logprobs[mask])
   _check_versions(trajectory.policy_version[mask])
   _check_unsampled(trajectory, ~mask)
-  if routing is not None:
-    _check_routed(trajectory, routing)
+  if required_experts is not None:
+    _check_routed(trajectory, required_experts)
   if not isinstance(trajectory.reward, float) or not math.isfinite(trajectory.reward):
     raise BadEvidence("reward not finite", f"{trajectory.reward!r:.80}")
 
 
-def _check_routed(trajectory: Trajectory, wanted: Routing) -> None:
+def _check_routed(trajectory: Trajectory, wanted: RequiredExperts) -> None:
   experts, shape = trajectory.routed_experts, (len(trajectory), wanted.num_layers, wanted.num_active)
   if experts is None:
     raise BadEvidence("routed experts missing", "the sampler did not record them")

@@ -102,7 +102,7 @@ class LedgerState(NamedTuple):
 
 
 class Ledger:
-  """Thread-safe. Nothing here takes time in proportion to tokens.
+  """Thread-safe. Nothing here takes time in proportion to tokens, but drawing a prompt takes what its source takes.
 
   Attributes:
     limit: rollouts that may stand in it.
@@ -438,7 +438,7 @@ class Ledger:
     self, rollout_ids: Collection[int], outcome: Outcome, reason: str, over: Collection[int] = ()
   ) -> list[Finished]:
     """Gives rollouts, and with them the others of their groups, an outcome; stops those that run and are not `over`."""
-    removed = []
+    removed, rollout_ids = [], set(rollout_ids)
     for group in sorted({self._group(rollout_id) for rollout_id in rollout_ids}):
       for orders in (self._ready, self._complete):
         if group in orders:

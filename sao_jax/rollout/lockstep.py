@@ -88,3 +88,4 @@ class LockStep:
         answer.set_exception(result)
       else:
         answer.set_result(result)
+    self._begin_round()  # everybody may wait already, if all of this round were cancelled

@@ -16,7 +16,7 @@ from sao_jax.errors import ConfigError
 class Place(enum.Enum):
   """The places of a rollout without an outcome."""
 
-  IN_FLIGHT = "in_flight"
+  IN_FLIGHT = "in_flight"  # running, or waiting for a slot
   BUFFERED = "buffered"
   IN_TRAINING = "in_training"
 

@@ -312,9 +312,11 @@ class RolloutLoop:
     self._awake.set()
 
   def _count_failure(self, rollout: Rollout, outcome: Outcome, reason: str, problem: Exception) -> None:
-    """Gives a rollout that failed its outcome; too many of them in a row stop the run."""
-    if self.ledger.fail(rollout.rollout_id, outcome, reason) is None:
-      return  # its group had ended before
+    """Gives a rollout that failed its outcome; too many of them in a row stop the run.
+
+    It counts even if its group had ended before. The others of its group, which that cancels, do not.
+    """
+    self.ledger.fail(rollout.rollout_id, outcome, reason)
     name = rollout.prompt.key.environment
     self._consecutive_failures[name] += 1
     if self._consecutive_failures[name] >= self._max_consecutive_failures:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from sao_jax.config import ModelConfig, SamplerConfig
+from sao_jax.configuration.bounds import check_bounds
 from sao_jax.errors import ConfigError
 from sao_jax.parallel.layout import DEFAULT_RULES, Layout
 from sao_jax.parallel.params import Params, path_name
@@ -92,8 +93,9 @@ class Engine:
     `record_experts` keeps which experts were used for every token; only for models with experts.
 
     Raises:
-      ConfigError: the slots do not split over the mesh.
+      ConfigError: a size is out of its bounds, or the slots do not split over the mesh.
     """
+    check_bounds(sampler_config, "sampler.")
     # A decode step has one token of each sequence: there is no sequence axis to split.
     self._layout = Layout(mesh, dataclasses.replace(DEFAULT_RULES, sequence=None))
     shards = self._layout.shards("slots")

@@ -14,7 +14,7 @@ from sao_jax.config import RunConfig
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.episode import Trajectory
 from sao_jax.interrupt import StopSignal
-from sao_jax.learner.batches import packed_batch, replayed_routing
+from sao_jax.learner.batches import packed_batch, required_experts
 from sao_jax.learner.setup import Learner
 from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.rollout.buffer import TrajectoryBuffer
@@ -73,6 +73,7 @@ class Rollouts:
     self.loop, self.interrupt = loop, interrupt
     self._batch_size, self._service, self._deterministic, self._look = batch_size, service, deterministic, look
     self._record, self._step = record, first_step
+    self._taken: Any = None  # the batch in training
     self._metrics: StepMetrics | None = None
 
   def __enter__(self) -> Rollouts:
@@ -84,7 +85,7 @@ class Rollouts:
     self.loop.stop()
 
   def take(self, version: int) -> Any:
-    """Waits for the batch of the step that updates `version`, and records it for a later replay if that is wanted.
+    """Waits for the batch of the step that updates `version`.
 
     Returns:
       What the buffer makes of its trajectories, in training a `Batch`; None once an interruption was requested.
@@ -101,9 +102,7 @@ class Rollouts:
         self.check()  # a TimeoutError of the rollout side itself is not ours to swallow
         continue
 
-      self._step += 1
-      if self._record is not None:
-        self._record.write(self._step, batch.trajectories)
+      self._taken = batch
       return batch
     return None
 
@@ -114,6 +113,8 @@ class Rollouts:
   def end_step(self, version: int, params: PyTree | None = None) -> None:
     """Ends the step of the batch that was taken: it is trained on, and `version` is the policy's from now on.
 
+    Its trajectories are recorded for a later replay, if that is wanted.
+
     In a deterministic run what was begun under the old version ends under it first.
 
     Args:
@@ -121,6 +122,12 @@ class Rollouts:
       params: the new weights for the sampler, computed already: it would stall on weights that are still under way.
         None for a step that left the policy as it is, like those of the critic alone.
     """
+    # What was consumed, before a checkpoint can say that it was; the device is at work meanwhile, or was.
+    self._step += 1
+    if self._record is not None:
+      self._record.write(self._step, self._taken.trajectories)
+    self._taken = None
+
     if self._deterministic:
       self.loop.wait_until_idle()
     if params is not None:
@@ -191,7 +198,7 @@ def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, ver
     max_staleness=rollout.max_staleness,
     staleness=rollout.staleness,
     train_truncated=config.algorithm.truncation != "mask",
-    routing=replayed_routing(config),
+    required_experts=required_experts(config),
     version=version,
     make_batch=functools.partial(packed_batch, learner),
   )

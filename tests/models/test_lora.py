@@ -11,6 +11,7 @@ import pytest
 from toys import hf_toy, latent_toy
 
 from sao_jax.config import LoRAConfig, ModelConfig
+from sao_jax.models.attention import KINDS
 from sao_jax.models.attention.grouped import packed_attend
 from sao_jax.models.lora import lora_specs, merge_lora
 from sao_jax.models.transformer import param_specs, trunk
@@ -130,3 +131,9 @@ def test_dtypes_of_the_sum():
   assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
   plain = {name: leaf for name, leaf in params.items() if name != "lora"}
   assert merge_lora(plain) is plain
+
+
+def test_a_matrix_name_means_the_same_in_every_kind_of_attention():
+  """LoRA's table is the union of all kinds: another number of input axes would change the factors of the others."""
+  inputs = [(name, count) for kind in KINDS for name, count in kind.matrices.items()]
+  assert len(dict(inputs)) == len(set(inputs))

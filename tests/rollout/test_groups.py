@@ -16,7 +16,7 @@ from toys.sampler_fakes import FakeEngine
 
 from sao_jax.config import SamplerConfig
 from sao_jax.episode import InfrastructureFailure
-from sao_jax.rollout.outcomes import BadEvidence, Outcome, PromptsExhausted, check_identity
+from sao_jax.rollout.outcomes import BadEvidence, EnvironmentDown, Outcome, PromptsExhausted, check_identity
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
 from sao_jax.sampler.scheduler import Scheduler
 from sao_jax.sampler.service import SamplerService
@@ -135,6 +135,33 @@ def test_a_rollout_that_is_stale_on_arrival_drops_its_group():
   assert [t.group for t in buffer.take(2, 3)] == [2, 2]
   assert buffer.ledger.counters()["dropped_stale"] == 2 and buffer.ledger.capacity == 2
   assert buffer.statistics.summary()["dropped_by_length"] == {4: 2}
+
+
+@pytest.mark.parametrize("mode", ["drop", "mask"])
+def test_groups_that_grow_stale_in_a_live_loop_are_stopped(mode):
+  """The trainer's thread cancels rollouts that run: no session stays open, and batches are whole groups."""
+  delay = lambda number: float(np.random.default_rng(number).choice([0, 0.002, 0.05, 0.12], p=[0.4, 0.3, 0.2, 0.1]))
+  sampler = FakeSampler(delay=delay)
+  loop = make_loop(sampler=sampler, slots=10, admission_staleness=2, max_staleness=1, staleness=mode, **GROUPS)
+  with Running(loop):
+    train(loop, sampler, 12, batch_size=8, inspect=lambda batch, _: check_groups(batch, 4))
+  stats = loop.stats()
+  check_identity(stats)
+  assert stats["dropped_stale/group/older than 1 versions"] > 0 and not sampler.open
+
+
+def test_failures_in_a_row_are_counted_in_every_group():
+  """A dead environment stops the run after as many failures as without groups, or a few more."""
+  sampler = FakeSampler()
+
+  async def broken():
+    raise InfrastructureFailure("fake", "gone", retryable=False)
+
+  make_environment = lambda: FakeEnvironment(faults={"reset": broken})
+  loop = make_loop(make_environment, sampler, slots=8, max_consecutive_failures=8, **GROUPS)
+  with Running(loop), pytest.raises(EnvironmentDown, match="8 rollouts failed in a row"):
+    train(loop, sampler, 1, batch_size=8)
+  assert loop.stats()["submitted"] <= 48
 
 
 def test_over_age_tokens_of_a_group_are_masked_where_something_is_left():

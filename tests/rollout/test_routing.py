@@ -13,11 +13,11 @@ from toys.rollout_fakes import completion, fill, make_buffer
 from sao_jax.episode import PromptKey, Status
 from sao_jax.learner.packing import pack, unpack
 from sao_jax.rollout.builder import TrajectoryBuilder
-from sao_jax.rollout.evidence import Routing, check_routed_experts, check_trajectory
+from sao_jax.rollout.evidence import RequiredExperts, check_routed_experts, check_trajectory
 from sao_jax.rollout.outcomes import BadEvidence, check_identity
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
 
-ROUTING = Routing(num_layers=2, num_active=2, num_experts=100)
+REQUIRED = RequiredExperts(num_layers=2, num_active=2, num_experts=100)
 KEY = PromptKey("fake", 0, 0)
 
 
@@ -52,7 +52,7 @@ def test_turns_and_segments_stay_aligned():
   expected = rows_of(0, length + 2)
   expected[[8, 16, 17, 18]] = -1
   np.testing.assert_array_equal(trajectory.routed_experts, expected)
-  check_trajectory(trajectory, ROUTING)
+  check_trajectory(trajectory, REQUIRED)
 
 
 def test_rows_of_other_tokens_are_refused():
@@ -117,10 +117,10 @@ def changed(index, value):
   ],
 )
 def test_bad_trajectories(trajectory, reason):
-  check_trajectory(changed(8, -1), ROUTING)
+  check_trajectory(changed(8, -1), REQUIRED)
   check_trajectory(trajectory)  # not looked at unless it is to be replayed
   with pytest.raises(BadEvidence) as error:
-    check_trajectory(trajectory, ROUTING)
+    check_trajectory(trajectory, REQUIRED)
   assert error.value.reason == reason
 
 
@@ -148,7 +148,7 @@ def test_what_was_buffered_without_experts_is_filtered_by_a_run_that_replays():
   plain = dataclasses.replace(trajectory, routed_experts=None, rollout_id=1)
   before = make_buffer()
   fill(before, trajectory, plain)
-  after = make_buffer(routing=ROUTING)
+  after = make_buffer(required_experts=REQUIRED)
   after.restore(before.snapshot())
   counters = after.ledger.counters()
   assert len(after) == counters["buffered"] == 1 and counters["filtered/routed experts missing"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import tempfile
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def released_programs(request):
-  """Gives back what was compiled once there is much of it; fails when a module comes near the limit of memory maps."""
+  """Gives back what was compiled once there is much of it; fails when a module comes near the limit of memory maps.
+
+  What stays is hidden from the garbage collector: its walk over all programs of earlier modules stops every thread for
+  so long that a watchdog of a second took it for silence.
+  """
+  gc.collect()
+  gc.freeze()
   yield
   memory_maps.release(request.module.__name__)

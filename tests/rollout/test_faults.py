@@ -156,7 +156,7 @@ def test_a_success_in_between_resets_the_count():
 
 def test_bad_evidence_is_filtered_by_reason_and_for_ever_stops_the_run():
   def reply(request):
-    bad = request.rollout_id % 2 == 0 or request.rollout_id > 80
+    bad = request.rollout_id % 2 == 0 or request.rollout_id > 80  # beyond what three steps admit
     return completion([7, 2], logprobs=[-0.5, float("nan") if bad else -0.5])
 
   sampler = FakeSampler(reply=reply)

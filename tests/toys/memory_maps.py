@@ -39,6 +39,7 @@ def release(module: str, *, beyond: int = RELEASED_BEYOND, most: int = MOST) -> 
   maps = count()
   if maps <= beyond:
     return False
+  gc.unfreeze()  # what modules have left behind refers to programs, too
   jax.clear_caches()
   gc.collect()
 

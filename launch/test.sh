@@ -28,6 +28,8 @@ use_environment "$extras"
 cd "$repository"
 # The tests run on simulated CPU devices, whatever this machine has.
 export JAX_PLATFORMS=cpu
+# Workers and the programs that tests start read the bytecode that the first of them has written.
+unset PYTHONDONTWRITEBYTECODE
 # Workers share the cores: torch's threads would wait for one another.
 export OMP_NUM_THREADS=1
 "$python" -m ruff check .

@@ -33,6 +33,8 @@ unset PYTHONDONTWRITEBYTECODE
 # Workers share the cores: torch's threads would wait for one another.
 export OMP_NUM_THREADS=1
 "$python" -m ruff check .
-# Whole files go to a worker, since their tests share what a module has compiled and trained.
-workers=(-n auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder)
+# One worker more than there are cores, since many tests wait for time-outs. Whole files go to a worker: their tests
+# share what a module has compiled and trained.
+cores="$(env -u OMP_NUM_THREADS nproc)"
+workers=(-n "$((cores < 7 ? cores + 1 : 8))" --dist=loadfile --no-loadscope-reorder)
 "$python" -m pytest -q "${workers[@]}" ${selected[@]+"${selected[@]}"} "$@" </dev/null

@@ -55,7 +55,7 @@ class CommandLine:
 
 
 def run(
-  main: Callable[[RunConfig, str], Any], *, training: bool = False, record: bool = True, needs_run: bool = True
+  main: Callable[[RunConfig, str], Any], *, training: bool = False, writes: bool = True, needs_run: bool = True
 ) -> None:
   """Parses the command line, checks it, and calls `main(config, workdir)`; never returns.
 
@@ -63,13 +63,13 @@ def run(
 
   Bad input, found here or raised by `main` as ConfigError, ends the program with its message on standard error and exit
   status 2; `Interrupted`, with status 0; Ctrl-C before `main` waits for it, with one line and status 130. A
-  launcher may define absl flags of its own. `record=False` (programs that only look at a run) leaves
+  launcher may define absl flags of its own. `writes=False` (programs that only look at a run) leaves
   `workdir/config.json` as it is; the run must be there, unless with `needs_run=False` model.checkpoint names a model.
   """
   try:
     config, workdir = parse(sys.argv)
     without_run = not needs_run and bool(config.model.checkpoint)
-    if not record and not without_run and not os.path.isdir(workdir):
+    if not writes and not without_run and not os.path.isdir(workdir):
       raise ConfigError("--workdir", f"there is no directory {workdir}.", "Name the --workdir of a run.")
     check_writable(workdir)
   except ConfigError as error:
@@ -81,8 +81,8 @@ def run(
     try:
       initialize_processes()
       validate(config, training=training)
-      if record:
-        record_config(config, workdir)
+      if writes:
+        write_config(config, workdir)
       main(config, workdir)
     except Interrupted:
       logging.info("Interrupted: there is no result, and nothing was written.")
@@ -171,7 +171,7 @@ def check_writable(workdir: str) -> None:
     raise ConfigError("--workdir", f"cannot write to {workdir}: {error.strerror}.", remedy) from error
 
 
-def record_config(config: RunConfig, workdir: str) -> None:
+def write_config(config: RunConfig, workdir: str) -> None:
   """Writes `workdir/config.json`; when there was one, logs the fields that differ from it.
 
   Raises:

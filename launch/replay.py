@@ -35,4 +35,4 @@ def main(config: RunConfig, workdir: str) -> None:
 
 
 if __name__ == "__main__":
-  _flags.run(main, training=True, record=False)
+  _flags.run(main, training=True, writes=False)

@@ -20,4 +20,4 @@ def main(config: RunConfig, workdir: str) -> None:
 
 
 if __name__ == "__main__":
-  _flags.run(main, record=False)
+  _flags.run(main, writes=False)

@@ -63,4 +63,4 @@ def main(config: RunConfig, workdir: str) -> None:
 
 
 if __name__ == "__main__":
-  _flags.run(main, record=False, needs_run=False)
+  _flags.run(main, writes=False, needs_run=False)

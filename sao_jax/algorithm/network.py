@@ -48,7 +48,7 @@ class Network:
 
 
 class Update(NamedTuple):
-  """The record of one update.
+  """The result of one update.
 
   Attributes:
     loss: before the update.

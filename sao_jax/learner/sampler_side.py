@@ -41,16 +41,16 @@ def make_service(
   seed: int,
   version: int = 0,
   warm_up: bool = False,
-  record_experts: bool = False,
+  keep_experts: bool = False,
 ) -> SamplerService:
   """Makes a sampler service, not started, that holds `params`, the sampler's own copy, as policy version `version`.
 
-  `warm_up` compiles all its programs now, so that none compiles in the middle of a long run. With `record_experts` its
+  `warm_up` compiles all its programs now, so that none compiles in the middle of a long run. With `keep_experts` its
   tokens come with the experts that they were routed to.
   """
   mesh = make_sampler_mesh(config, place(config).sampler)
   engine = Engine(
-    params, config.model, config.sampler, seed=seed, version=version, record_experts=record_experts, mesh=mesh
+    params, config.model, config.sampler, seed=seed, version=version, keep_experts=keep_experts, mesh=mesh
   )
   if warm_up:
     engine.warm_up(prefixes=config.rollout.max_turns > 1)

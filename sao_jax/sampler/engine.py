@@ -85,12 +85,12 @@ class Engine:
     *,
     seed: int,
     version: int = 0,
-    record_experts: bool = False,
+    keep_experts: bool = False,
     mesh: Mesh | None = None,
   ):
     """`params` must not be donated to anything while the engine holds them. On a mesh they are already sharded.
 
-    `record_experts` keeps which experts were used for every token; only for models with experts.
+    `keep_experts` keeps which experts were used for every token; only for models with experts.
 
     Raises:
       ConfigError: a size is out of its bounds, or the slots do not split over the mesh.
@@ -103,7 +103,7 @@ class Engine:
 
     self.params, self.version, self.vocab_size = params, version, model_config.vocab_size
     self.config, self._num_slots = sampler_config, sampler_config.num_slots
-    self.routed_shape = model_config.routed_shape if record_experts else None
+    self.routed_shape = model_config.routed_shape if keep_experts else None
     self._model_config = model_config
     self._key = jax.random.key(seed)
     self._rule = SamplingRule(top_p=sampler_config.top_p, top_k=sampler_config.top_k)
@@ -198,7 +198,7 @@ class Engine:
       rule=self._rule,
       window=window,
       max_steps=self.config.decode_steps,
-      record_experts=self.routed_shape is not None,
+      keep_experts=self.routed_shape is not None,
       layout=self._layout,
     )
     return Dispatch(slots=slots, version=self.version, outputs=outputs)
@@ -210,7 +210,7 @@ class Engine:
       *call.arrays(self._num_slots),
       config=self._model_config,
       window=call.window,
-      record_experts=self.routed_shape is not None,
+      keep_experts=self.routed_shape is not None,
       layout=self._layout,
     )
     return routed_experts

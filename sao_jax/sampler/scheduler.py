@@ -287,7 +287,7 @@ class Scheduler:
 
   def _read_prefill(self, prefill: Prefill, by_slot: dict[int, Session]) -> None:
     for slot, start, experts in prefill.fetch():
-      by_slot[slot].record_experts(start, experts)
+      by_slot[slot].keep_experts(start, experts)
 
   def _read_dispatch(self, dispatch: Dispatch, rows: list[tuple[int, Session, Turn]]) -> None:
     tokens, logprobs, emitted, overflow, experts = dispatch.fetch()
@@ -303,7 +303,7 @@ class Scheduler:
       count = int(counts[row])
       if count and session.turn is turn:
         if experts is not None:
-          session.record_experts(len(session.token_ids) - 1, experts[:count, row])
+          session.keep_experts(len(session.token_ids) - 1, experts[:count, row])
         session.append(tokens[row][:count], logprobs[row][:count], dispatch.version)
         if turn.finished:
           self._finish(session)

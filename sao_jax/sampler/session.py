@@ -110,7 +110,7 @@ class Session:
     self.turn.steps_left -= steps
     self.written += steps
 
-  def record_experts(self, start: int, experts: Int[np.ndarray, "n L k"]) -> None:
+  def keep_experts(self, start: int, experts: Int[np.ndarray, "n L k"]) -> None:
     """Keeps the experts of the tokens from index `start` on; where a token has experts already, those stay."""
     if self.num_routed < start:
       raise RuntimeError(f"the experts of tokens {self.num_routed} to {start} of rollout {self.rollout_id} are missing")

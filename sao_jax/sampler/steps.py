@@ -39,7 +39,7 @@ class DecodeOutputs:
   routed_experts: Int[Array, "N R L k"] | None
 
 
-@functools.partial(jax.jit, static_argnames=("config", "window", "record_experts", "layout"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("config", "window", "keep_experts", "layout"), donate_argnames="state")
 def extend(
   params: Params,
   state: EngineState,
@@ -50,12 +50,12 @@ def extend(
   *,
   config: ModelConfig,
   window: int,
-  record_experts: bool = False,
+  keep_experts: bool = False,
   layout: Layout,
 ) -> tuple[EngineState, Int[Array, "P T L k"] | None]:
   """Writes new tokens to the cache, behind what the slots hold. Samples nothing.
 
-  With `record_experts` the second result tells which experts were used for the tokens, int16.
+  With `keep_experts` the second result tells which experts were used for the tokens, int16.
 
   Args:
     params: the policy.
@@ -67,7 +67,7 @@ def extend(
       new token.
     config: static.
     window: static, at least the largest of those lengths (0: all prompts are fresh).
-    record_experts: static; for models with experts.
+    keep_experts: static; for models with experts.
     layout: static.
   """
   capacity, length = state.cache.num_positions, token_ids.shape[1]
@@ -85,13 +85,13 @@ def extend(
   update = update.replace(lengths=starts + counts, active=update.active & ~overflow, overflow=overflow)
   shardings = None if layout.mesh is None else state_shardings(state, layout).cache
   cache = update_slots(state.cache, new, slots, starts, counts, fresh=not window, shardings=shardings)
-  experts = jnp.moveaxis(routed.experts, 0, 2).astype(jnp.int16) if record_experts else None
+  experts = jnp.moveaxis(routed.experts, 0, 2).astype(jnp.int16) if keep_experts else None
   return place_state(EngineState(cache=cache, slots=_put_rows(state.slots, slots, update)), layout), experts
 
 
 @functools.partial(
   jax.jit,
-  static_argnames=("config", "rule", "window", "max_steps", "record_experts", "layout"),
+  static_argnames=("config", "rule", "window", "max_steps", "keep_experts", "layout"),
   donate_argnames="state",
 )
 def decode(
@@ -105,7 +105,7 @@ def decode(
   rule: SamplingRule,
   window: int,
   max_steps: int,
-  record_experts: bool = False,
+  keep_experts: bool = False,
   layout: Layout,
 ) -> tuple[EngineState, DecodeOutputs]:
   """Samples up to `num_steps` ≤ `max_steps` tokens in every active slot among `slots`; ends early when none is active.
@@ -121,7 +121,7 @@ def decode(
     rule: static.
     window: static, at least the length of every active slot among `slots`.
     max_steps: static.
-    record_experts: static; for models with experts.
+    keep_experts: static; for models with experts.
     layout: static.
   """
   num_slots, capacity = state.slots.lengths.shape[0], state.cache.num_positions
@@ -141,7 +141,7 @@ def decode(
     logprobs=jnp.zeros(shape, jnp.float32),
     emitted=jnp.zeros(shape, jnp.bool_),
     overflow=jnp.zeros(shape[1:], jnp.bool_),
-    routed_experts=jnp.full((*shape, *config.routed_shape), -1, jnp.int16) if record_experts else None,
+    routed_experts=jnp.full((*shape, *config.routed_shape), -1, jnp.int16) if keep_experts else None,
   )
 
   def unfinished(carry) -> jax.Array:
@@ -173,7 +173,7 @@ def decode(
       logprobs=outputs.logprobs.at[step].set(logprobs),
       emitted=outputs.emitted.at[step].set(emitted),
     )
-    if record_experts:
+    if keep_experts:
       experts = jnp.moveaxis(routed.experts[:, :, 0], 0, 1).astype(jnp.int16)
       outputs = outputs.replace(routed_experts=outputs.routed_experts.at[step].set(experts))
     return step + 1, rows, new, outputs

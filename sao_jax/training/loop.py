@@ -222,7 +222,7 @@ def _make_service(config: RunConfig, phase: Phase, version: int, weights: PyTree
     seed=phases.sampler_seed(config, phase.name),
     version=version,
     warm_up=True,
-    record_experts=config.algorithm.router_replay,
+    keep_experts=config.algorithm.router_replay,
   )
 
 

@@ -75,7 +75,7 @@ def test_an_export_without_a_base_says_what_it_lacks(tmp_path, warnings):
   source, params = glm_folder(tmp_path / "source", PREDICTION)
   config = training_toy.replace(training_toy.get_config(), model={"checkpoint": str(source.path)})
   config = training_toy.replace(with_folder_shape(config), model={"checkpoint": ""})
-  _flags.record_config(config, str(tmp_path))
+  _flags.write_config(config, str(tmp_path))
   with Checkpointer(tmp_path / "train") as checkpointer:
     checkpointer.save(1, {"policy": {"params": params}})
   convert.to_hf(tmp_path / "train", tmp_path / "alone")

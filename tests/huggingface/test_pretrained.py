@@ -152,7 +152,7 @@ def test_both_networks_of_a_run_of_our_own(tmp_path, caplog):
     checkpointer.save(7, state)
   with pytest.raises(ConfigError, match="nothing tells the model's shape"):
     convert.to_hf(tmp_path / "train", tmp_path / "policy")
-  _flags.record_config(config, str(tmp_path))
+  _flags.write_config(config, str(tmp_path))
   convert.to_hf(tmp_path / "train", tmp_path / "policy")
   convert.to_hf(tmp_path / "train", tmp_path / "critic", network="critic")
   policy, critic = HFFolder(tmp_path / "policy"), HFFolder(tmp_path / "critic")

@@ -259,17 +259,17 @@ def test_a_writable_workdir_is_created_and_left_empty(tmp_path):
 def test_the_resolved_config_is_recorded_and_changes_are_logged(config_file, tmp_path, monkeypatch):
   said = []
   monkeypatch.setattr(logging, "warning", lambda message, *arguments: said.append(message % arguments))
-  _flags.record_config(parse(config_file), str(tmp_path))
+  _flags.write_config(parse(config_file), str(tmp_path))
   recorded = json.loads((tmp_path / "config.json").read_text())
   assert recorded["dataclass"] == "RunConfig" and recorded["environment"]["dataclass"] == "Toy"
   assert recorded["rollout"]["row_lengths"] == [128, 256] and recorded["environment"]["inner"]["names"] == ["a", "b"]
-  _flags.record_config(parse(config_file), str(tmp_path))
+  _flags.write_config(parse(config_file), str(tmp_path))
   assert not said
-  _flags.record_config(parse(config_file, "--seed=3", "--config.algorithm.epsilon_low=0.5"), str(tmp_path))
+  _flags.write_config(parse(config_file, "--seed=3", "--config.algorithm.epsilon_low=0.5"), str(tmp_path))
   assert len(said) == 2
   assert "algorithm.epsilon_low was 0.3, is 0.5" in said[0] and "training.seed was 0, is 3" in said[1]
   (tmp_path / "config.json").write_text("{")  # cut short by hand: replaced, not fatal
-  _flags.record_config(parse(config_file), str(tmp_path))
+  _flags.write_config(parse(config_file), str(tmp_path))
   assert json.loads((tmp_path / "config.json").read_text()) == recorded
 
 

@@ -95,7 +95,7 @@ def test_bf16_activations():
   )
   params = params_of(BF16)
   record = Record([(prompt(9, 1), 16), (prompt(5, 2), 16)], rollout_id=0)
-  play(Scheduler(Engine(params, BF16, config, seed=0, record_experts=True)), [record])
+  play(Scheduler(Engine(params, BF16, config, seed=0, keep_experts=True)), [record])
   ids, positions = jnp.asarray([record.ids], jnp.int32), jnp.arange(len(record.ids), dtype=jnp.int32)[None]
   attend = packed_attend(jnp.ones_like(ids))
   learned = jax.jit(lambda params: trunk(params, BF16, ids, positions, attend=attend)[2].experts)(params)

@@ -29,7 +29,7 @@ def test_a_publish_leaves_earlier_rows_alone(kv_after_publish):
   The fake engine's row is (index, token, version that read it first); of the 5 first rows none changes afterwards, also
   when all of their keys and values are computed anew under version 1.
   """
-  _, scheduler = make(decode_steps=2, kv_after_publish=kv_after_publish, record_experts=True)
+  _, scheduler = make(decode_steps=2, kv_after_publish=kv_after_publish, keep_experts=True)
   done = []
   scheduler.submit(request(tokens=(11, 12, 13), max_tokens=4), done.append)
   scheduler.tick()  # reads the prompt and starts two steps
@@ -54,7 +54,7 @@ TURN = st.tuples(st.lists(st.integers(1, 90), max_size=5), st.integers(1, 6))  #
 )
 def test_every_token_that_was_read_has_one_row(sessions, slots, publishes, contexts, releases, kv_after_publish):
   """Whatever is parked, published, released or begun anew: rows are those of tokens 0 ... n - 2 of every context."""
-  _, scheduler = make(slots, decode_steps=3, kv_after_publish=kv_after_publish, record_experts=True, park_after=0)
+  _, scheduler = make(slots, decode_steps=3, kv_after_publish=kv_after_publish, keep_experts=True, park_after=0)
   ids, rows, waiting = {}, {}, []
 
   def start(index, turn):
@@ -120,7 +120,7 @@ def of_record(record):
 @pytest.fixture(scope="module")
 def batch():
   """Five sessions of four turns on four slots, in packed rows; their first and last tokens are other people's too."""
-  engine = Engine(params_of(MOE), MOE, SMALL, seed=0, record_experts=True)
+  engine = Engine(params_of(MOE), MOE, SMALL, seed=0, keep_experts=True)
   scheduler = Scheduler(engine, park_after=0)
   records = play(scheduler, multi_turns(5), delay=2)
   assert scheduler.stats()["parked"] > 0
@@ -146,7 +146,7 @@ def test_replay_brings_back_the_samplers_logprobs(batch):
   # Experts in another order of preference: the logits of the router with their signs changed.
   turned = params | {"moe_layers": params["moe_layers"] | {"moe": moe | {"router": -moe["router"]}}}
   model = dataclasses.replace(MOE, num_experts_per_token=1)  # one expert, of weight 1 whatever its logit
-  engine = Engine(params, model, SMALL, seed=0, record_experts=True)
+  engine = Engine(params, model, SMALL, seed=0, keep_experts=True)
   records = play(Scheduler(engine), [multi_turns(1)[0], *multi_turns(3)[1:]])
   rows = pack([of_record(record) for record in records], (128,), (1,), routed_shape=(1, 1))
   mask = rows.action_mask
@@ -158,7 +158,7 @@ def test_replay_brings_back_the_samplers_logprobs(batch):
 
 def test_prompts_cut_into_pieces():
   """A prompt longer than the largest prefill bucket, 8, is read by several calls, between those of others."""
-  engine = Engine(params_of(MOE), MOE, SMALL, seed=0, record_experts=True)
+  engine = Engine(params_of(MOE), MOE, SMALL, seed=0, keep_experts=True)
   record = play(Scheduler(engine), [Record([(prompt(21, 0), 3)], 0), Record([(prompt(4, 1), 9)], 1)])[0]
   alone = play(Scheduler(engine), [Record([(tuple(record.ids[:-1]), 1)], 2)])[0]
   np.testing.assert_array_equal(np.concatenate(record.experts), np.concatenate(alone.experts))

@@ -67,13 +67,13 @@ class FakeEngine:
   The "experts" of a token, where they are recorded, are its index, itself and the version that read it.
   """
 
-  def __init__(self, config: SamplerConfig, version: int = 0, record_experts: bool = False):
+  def __init__(self, config: SamplerConfig, version: int = 0, keep_experts: bool = False):
     self.config, self.version, self.vocab_size = config, version, 1000
     self.slots = [FakeSlot() for _ in range(config.num_slots)]
     self.broken: BaseException | None = None
     self.log: list[tuple] = []
     self.decode_batch = config.decode_batch
-    self.routed_shape = (1, 3) if record_experts else None
+    self.routed_shape = (1, 3) if keep_experts else None
 
   def extend(self, extensions: Sequence[Extension]) -> list[FakePrefill]:
     assert len({extension.slot for extension in extensions}) == len(extensions)
@@ -128,7 +128,7 @@ def make(
   decode_steps=4,
   decode_batch=16,
   kv_after_publish="keep",
-  record_experts=False,
+  keep_experts=False,
   **kwargs,
 ):
   config = SamplerConfig(
@@ -138,7 +138,7 @@ def make(
     decode_batch=decode_batch,
     kv_after_publish=kv_after_publish,
   )
-  engine = FakeEngine(config, record_experts=record_experts)
+  engine = FakeEngine(config, keep_experts=keep_experts)
   return engine, Scheduler(engine, **kwargs)
 
 

@@ -257,7 +257,8 @@ def largest_gap(measure, attempts: int = 5) -> float:
 
 
 def test_the_event_loop_beats_while_a_reward_burns_two_seconds_of_cpu():
-  pool = GraderPool(graders.burn, processes=1)
+  # Patient: on a busy machine two seconds of the grader's CPU, which yields to others, take much longer.
+  pool = GraderPool(graders.burn, processes=1, timeout=60.0)
 
   class Graded(FakeEnvironment):
     async def step(self, action_ids):
@@ -266,9 +267,10 @@ def test_the_event_loop_beats_while_a_reward_burns_two_seconds_of_cpu():
   asyncio.run(pool.grade("fake", 0.0))  # the worker is up
 
   def measure() -> float:
-    with Running(make_loop(Graded, prompts=FakePrompts(1), slots=1, batch_size=1)) as loop:
+    loop = make_loop(Graded, prompts=FakePrompts(1), slots=1, batch_size=1, environment_timeout=60.0)
+    with Running(loop):
       loop.stats()
-      (trajectory,) = loop.buffer.take(1, 0, timeout=60)
+      (trajectory,) = loop.buffer.take(1, 0, timeout=120)
       assert trajectory.reward == 0.5 and trajectory.info["environment_seconds"] >= 2.0
       return loop.stats()["max_event_loop_gap"]
 

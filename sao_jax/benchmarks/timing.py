@@ -105,7 +105,7 @@ def decode_flops(config: ModelConfig) -> float:
   return 2.0 * sum(matmul_weights(param_specs(config), config).values())
 
 
-def train_flops(config: ModelConfig, frozen_value_paths: frozenset[str] = frozenset()) -> float:
+def train_flops(config: ModelConfig, frozen: frozenset[str] = frozenset()) -> float:
   """Counts the FLOPs per token of one policy and one critic update.
 
   These are the forward pass, the gradients of the activations and the gradients of the weights. Frozen weights have no
@@ -113,5 +113,5 @@ def train_flops(config: ModelConfig, frozen_value_paths: frozenset[str] = frozen
   """
   policy = matmul_weights(param_specs(config), config)
   critic = matmul_weights(critic_specs(config), config)
-  frozen = sum(count for name, count in critic.items() if name in frozen_value_paths)
-  return 6.0 * (sum(policy.values()) + sum(critic.values())) - 2.0 * frozen
+  without_gradient = sum(count for name, count in critic.items() if name in frozen)
+  return 6.0 * (sum(policy.values()) + sum(critic.values())) - 2.0 * without_gradient

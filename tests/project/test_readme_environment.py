@@ -12,6 +12,8 @@ import pytest
 from toys import processes
 from toys.paths import REPOSITORY
 
+pytestmark = pytest.mark.timeout(900)  # its commands have ten minutes
+
 README = (REPOSITORY / "sao_jax" / "environments" / "README.md").read_text(encoding="utf-8")
 SECTION = README.partition("\n## Add an environment\n")[2].partition("\n## ")[0]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", SECTION, re.DOTALL | re.MULTILINE)

@@ -15,6 +15,8 @@ from toys.paths import REPOSITORY
 
 from sao_jax.huggingface.folder import HFFolder
 
+pytestmark = pytest.mark.timeout(900)  # its commands have ten minutes
+
 README = (REPOSITORY / "sao_jax" / "huggingface" / "README.md").read_text(encoding="utf-8")
 SECTION = README.partition("\n## Use your own model\n")[2].partition("\n## ")[0]
 COMMANDS = "".join(re.findall(r"```bash\n(.*?)```", SECTION, re.DOTALL))

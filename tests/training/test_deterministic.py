@@ -163,6 +163,7 @@ def kill_again_and_again(workdir, seed):
   return hits, start(workdir, latency_seed=0)
 
 
+@pytest.mark.timeout(900)  # each of its runs has a deadline of its own
 def test_runs_killed_at_twenty_random_points_are_the_uninterrupted_ones(tmp_path):
   """kill -9 between and in the middle of steps, and in the middle of saves, with a single checkpoint kept."""
   kinds = ["plain", "faulty"]

@@ -115,7 +115,9 @@ def make_train_step(
       whitened = masked_whiten(advantages, trained) if config.whiten_advantages else advantages
 
       # Policy: one step on -(1/N) Σ sg[f(ρ) A] log π; ρ = exp(log π - μ), f(ρ) = ρ in (1 - ε_l, 1 + ε_h), else 0.
-      policy_state, update, outputs = _policy_step(config, policy, policy_state, batch, trained, whitened)
+      # None where the critic's own updates were not finite: the advantages of such a critic mean nothing.
+      trusted = jnp.all(fit.updates.applied) if fit is not None else jnp.ones((), jnp.bool_)
+      policy_state, update, outputs = _policy_step(config, policy, policy_state, batch, trained, whitened, trusted)
       of_policy = diagnostics.policy_metrics(config, update, outputs, batch, trained, advantages, lags, max_lag=max_lag)
       return policy_state, of_policy
 
@@ -203,8 +205,9 @@ def _policy_step(
   batch: TrajectoryBatch,
   trained: Bool[Array, "B T"],
   advantages: Float[Array, "B T"],
+  trusted: Bool[Array, ""],
 ) -> tuple[NetworkState, Update, PolicyOutputs]:
-  """One DIS gradient step. A NaN or infinite log-ratio of a trained token skips it, like a non-finite gradient."""
+  """One DIS gradient step. It is skipped unless the critic is `trusted`, and every advantage and log-ratio finite."""
   num_trained = masked_count(trained)
 
   # -(1/N) Σ sg[f(ρ) A] log π over a part of the rows; the parts of all micro-batches add up to the loss.
@@ -221,10 +224,11 @@ def _policy_step(
     )
     return masked_sum(losses, mask) / jnp.maximum(num_trained, 1.0), outputs
 
-  # The loss of a broken ratio is 0, and would pass for a good one.
+  # The loss of a broken ratio is 0, and would pass for a good one; so is a rejected token's with a broken advantage.
   def allowed(outputs: PolicyOutputs) -> Bool[Array, ""]:
     ratios = log_ratios(outputs.logprobs, batch.behavior_logprobs, trained)
-    return (num_trained > 0.0) & jnp.all(jnp.isfinite(ratios))
+    usable = jnp.isfinite(ratios) & jnp.isfinite(jnp.where(trained, advantages, 0.0))
+    return (num_trained > 0.0) & trusted & jnp.all(usable)
 
   return gradient_step(
     policy,

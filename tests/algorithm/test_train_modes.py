@@ -47,6 +47,18 @@ def test_bad_batches_are_skipped_bit_for_bit_and_counted(change, policy_skipped,
     assert_same(resumed, run(config)[0], exact=True)
 
 
+def test_the_policy_learns_nothing_from_a_critic_whose_own_update_was_skipped():
+  """Values near 1e20 are finite, and so are the policy's gradients; only the critic's squared errors overflow."""
+  state = toy.train_state()
+  diverged = state.critic.params | {"value_head": state.critic.params["value_head"] * 1e20}
+  state, metrics = run(SINGLE, state=state.replace(critic=state.critic.replace(params=diverged)))
+  assert metrics["critic_updates_skipped"] == 1 and np.isinf(metrics["value_loss_first"])
+  assert np.isfinite(metrics["advantage_mean"]) and np.isfinite(metrics["policy_grad_norm"])
+  assert metrics["policy_updates_skipped"] == 1
+  assert_same(state.policy, toy.train_state().policy, exact=True)
+  assert state.policy_version == 3
+
+
 def test_broken_parameters_are_skipped():
   state = toy.train_state()
   state = state.replace(policy=state.policy.replace(params=jax.tree.map(lambda x: x * jnp.nan, state.policy.params)))

@@ -17,6 +17,9 @@ from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import AlgorithmConfig
 from sao_jax.types import PolicyOutputs, RouterStatistics, TrajectoryBatch
 
+# The lowest lag of each bin of the metrics by lag: at first one bin a lag, then of doubling width; the last one is open.
+LAG_BINS = (*range(8), *(8 << doubling for doubling in range(8)))
+
 RATIO_PERCENTILES = {"p01": 1, "p05": 5, "p50": 50, "p95": 95, "p99": 99}
 
 
@@ -87,35 +90,37 @@ def token_lags(
   return jnp.where(action_mask, policy_version - token_versions, 0)
 
 
-def _by_lag(lags: Int[Array, "*tokens"], action_mask: Bool[Array, "*tokens"], max_lag: int) -> Bool[Array, "L *tokens"]:
-  """One-hot of the lags 0 ... max_lag, in front."""
-  bins = jnp.arange(max_lag + 1, dtype=jnp.int32).reshape(-1, *(1,) * lags.ndim)
-  return (lags == bins) & action_mask
+def _by_lag(lags: Int[Array, "*tokens"], action_mask: Bool[Array, "*tokens"]) -> Bool[Array, "L *tokens"]:
+  """One-hot of the bins that the lags fall into, in front; a negative lag is in none."""
+  each = lambda bounds: jnp.array(bounds, jnp.int32).reshape(-1, *(1,) * lags.ndim)
+  highest = (*(lowest - 1 for lowest in LAG_BINS[1:]), jnp.iinfo(jnp.int32).max)
+  return (lags >= each(LAG_BINS)) & (lags <= each(highest)) & action_mask
 
 
-def lag_metrics(lags: Int[Array, "*tokens"], action_mask: Bool[Array, "*tokens"], *, max_lag: int) -> dict[str, Array]:
-  """Histogram of the lags in tokens, {"lag_histogram": [max_lag + 1], ...}.
+def lag_metrics(
+  lags: Int[Array, "*tokens"], action_mask: Bool[Array, "*tokens"], *, max_lag: int = -1
+) -> dict[str, Array]:
+  """Histogram of the lags in tokens, {"lag_histogram": one number per bin of `LAG_BINS`, ...}.
 
-  lag_histogram.sum() + lag_negative + lag_overflow = number of sampled tokens.
+  lag_histogram.sum() + lag_negative = number of sampled tokens. Those above `max_lag`, the bound that the rollout side
+  must keep, count as "lag_overflow" too; a negative `max_lag` is no bound.
   """
   lowest = jnp.iinfo(jnp.int32).min
   largest = jnp.max(jnp.where(action_mask, lags, lowest), initial=lowest)
   return {
-    "lag_histogram": jnp.sum(
-      _by_lag(lags, action_mask, max_lag), axis=tuple(range(1, lags.ndim + 1)), dtype=jnp.float32
-    ),
+    "lag_histogram": jnp.sum(_by_lag(lags, action_mask), axis=tuple(range(1, lags.ndim + 1)), dtype=jnp.float32),
     "lag_negative": masked_count(action_mask & (lags < 0)),
-    "lag_overflow": masked_count(action_mask & (lags > max_lag)),
+    "lag_overflow": masked_count(action_mask & (max_lag >= 0) & (lags > max_lag)),
     "lag_mean": masked_mean(lags, action_mask),
     "lag_max": jnp.where(jnp.any(action_mask), largest.astype(jnp.float32), jnp.nan),
   }
 
 
 def mean_by_lag(
-  x: Float[Array, "*tokens"], lags: Int[Array, "*tokens"], action_mask: Bool[Array, "*tokens"], *, max_lag: int
+  x: Float[Array, "*tokens"], lags: Int[Array, "*tokens"], action_mask: Bool[Array, "*tokens"]
 ) -> Float[Array, "L"]:
-  """Mean of `x` over the sampled tokens of each lag 0 ... max_lag; NaN at lags that no token has."""
-  return jax.vmap(lambda mask: masked_sum(x, mask) / masked_count(mask))(_by_lag(lags, action_mask, max_lag))
+  """Mean of `x` over the sampled tokens of each bin of `LAG_BINS`; NaN in bins without a token."""
+  return jax.vmap(lambda mask: masked_sum(x, mask) / masked_count(mask))(_by_lag(lags, action_mask))
 
 
 def batch_metrics(
@@ -164,8 +169,6 @@ def policy_metrics(
   trained: Bool[Array, "B T"],
   advantages: Float[Array, "B T"],
   lags: Int[Array, "B T"],
-  *,
-  max_lag: int,
 ) -> dict[str, Array]:
   """Ratios, rejections, entropy and routers of the policy before its update; advantages before any whitening."""
   # The ratios that the loss used: the policy before its update against the sampler.
@@ -186,7 +189,7 @@ def policy_metrics(
     "rejected_high": masked_mean(high, trained),
     "effective_sample_size": effective_sample_size(weights, trained),
     "delta_logprob": masked_mean(delta, trained),
-    "delta_logprob_by_lag": mean_by_lag(delta, lags, trained, max_lag=max_lag),
+    "delta_logprob_by_lag": mean_by_lag(delta, lags, trained),
     **ratio_quantiles(log_ratio, trained),
     **(router_metrics(outputs.router) if outputs.router else {}),
   }

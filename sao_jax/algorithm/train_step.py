@@ -62,7 +62,7 @@ def make_train_step(
   critic: Network | None,
   *,
   update_policy: bool = True,
-  max_lag: int = 8,
+  max_lag: int = -1,
   state_shardings: TrainState | None = None,
 ) -> TrainStep:
   """Returns the jitted `train_step(state, batch) -> (state, metrics)`; the state is donated.
@@ -74,7 +74,7 @@ def make_train_step(
       without one.
     update_policy: False makes critic-only steps (value pretraining, critic warm-up): the policy is neither run nor
       changed, and `policy_version` stays.
-    max_lag: last bin of the metrics by lag.
+    max_lag: tokens of a greater lag are counted as an overflow; a negative one is no bound.
     state_shardings: shardings of the state, kept by the step; metrics then come back replicated. None: one device, or
       whatever the compiler chooses.
 
@@ -118,7 +118,7 @@ def make_train_step(
       # None where the critic's own updates were not finite: the advantages of such a critic mean nothing.
       trusted = jnp.all(fit.updates.applied) if fit is not None else jnp.ones((), jnp.bool_)
       policy_state, update, outputs = _policy_step(config, policy, policy_state, batch, trained, whitened, trusted)
-      of_policy = diagnostics.policy_metrics(config, update, outputs, batch, trained, advantages, lags, max_lag=max_lag)
+      of_policy = diagnostics.policy_metrics(config, update, outputs, batch, trained, advantages, lags)
       return policy_state, of_policy
 
     if update_policy:

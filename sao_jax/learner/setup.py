@@ -26,8 +26,6 @@ from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
 from sao_jax.parallel.params import abstract_params, init_params, path_name, path_names
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrainState
 
-LAG_BINS = 8  # the metrics by lag have at least so many
-
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
@@ -194,6 +192,6 @@ def make_step(learner: Learner, *, update_policy: bool = True) -> TrainStep:
     learner.policy,
     learner.critic,
     update_policy=update_policy,
-    max_lag=max(LAG_BINS, learner.config.rollout.max_staleness),
+    max_lag=learner.config.rollout.max_staleness,
     state_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state(learner)),
   )

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from sao_jax.algorithm.diagnostics import LAG_BINS
+
 Lines = Sequence[dict[str, Any]]
 
 # Okabe and Ito's palette: distinguishable with every common colour vision.
@@ -106,9 +108,9 @@ def _curve(axes: Any, lines: Lines, key: str, label: str, color: str, scale: flo
   axes.plot(steps, smooth(values, window), color=color, linewidth=1.8, label=f"{label} (mean of {window} steps)")
 
 
-def _finish(axes: Any, ylabel: str, xlabel: str = "train step") -> None:
+def _finish(axes: Any, ylabel: str) -> None:
   axes.xaxis.get_major_locator().set_params(integer=True)
-  axes.set_xlabel(xlabel)
+  axes.set_xlabel("train step")
   axes.set_ylabel(ylabel)
   axes.legend(loc="best")
 
@@ -150,19 +152,33 @@ def _rejected(axes: Any, lines: Lines) -> None:
 
 
 def _lag(axes: Any, lines: Lines) -> None:
-  # Tokens by lag over the whole run; the last bar holds those beyond the histograms, if there are any.
+  # Tokens by lag over the whole run; the files of earlier versions have one bin a lag.
   histograms = [line["lag_histogram"] for line in lines if line.get("lag_histogram")]
-  tokens = np.zeros(max(len(histogram) for histogram in histograms) + 1, np.float64)
+  tokens = np.zeros(max(len(histogram) for histogram in histograms), np.float64)
   for histogram in histograms:
     tokens[: len(histogram)] += [count or 0 for count in histogram]
-  tokens[-1] = sum(line.get("lag_overflow") or 0 for line in lines)
+  names = lag_bin_names() if len(tokens) == len(LAG_BINS) else [str(lag) for lag in range(len(tokens))]
 
-  lags = np.arange(len(tokens) if tokens[-1] else len(tokens) - 1)
-  share = 100 * tokens[: len(lags)] / max(tokens.sum(), 1)
-  axes.bar(lags, share, color=BLUE, width=0.8, label=f"all steps, mean lag {float(lags @ share) / 100:.2f}")
+  # Empty bins at the end are left out.
+  last = int(np.flatnonzero(tokens).max(initial=0))
+  share = 100 * tokens[: last + 1] / max(tokens.sum(), 1)
+  _, means = _series(lines, "lag_mean")
+  label = "all steps" + (f", mean lag {means.mean():.2f}" if means.size else "")
+  axes.bar(names[: last + 1], share, color=BLUE, width=0.8, label=label)
   axes.grid(axis="x", visible=False)
-  beyond = f"; {lags[-1]} stands for all beyond" if tokens[-1] else ""
-  _finish(axes, "sampled tokens (%)", f"lag when trained (policy versions{beyond})")
+  axes.set_xlabel("lag when trained (policy versions)")
+  axes.set_ylabel("sampled tokens (%)")
+  axes.legend(loc="best")
+
+
+def lag_bin_names() -> list[str]:
+  """Names the bins of the metrics by lag, as in "7", "8–15" and "1024+".
+
+  >>> lag_bin_names()[7:10]
+  ['7', '8–15', '16–31']
+  """
+  ends = zip(LAG_BINS, LAG_BINS[1:])
+  return [str(low) if low == end - 1 else f"{low}–{end - 1}" for low, end in ends] + [f"{LAG_BINS[-1]}+"]
 
 
 def _explained_variance(axes: Any, lines: Lines) -> None:

@@ -90,20 +90,31 @@ def test_lags():
   lags = diagnostics.token_lags(jnp.int32(11), versions, mask)
   np.testing.assert_array_equal(lags, [[4, 4, 0, -1], [0, 1, 10, 2]])
   metrics = diagnostics.lag_metrics(lags, mask, max_lag=4)
-  np.testing.assert_array_equal(metrics["lag_histogram"], [1, 1, 1, 0, 2])
+  np.testing.assert_array_equal(metrics["lag_histogram"], [1, 1, 1, 0, 2, 0, 0, 0, 1, *[0] * 7])
   assert metrics["lag_negative"] == 1
   assert metrics["lag_overflow"] == 1
   assert metrics["lag_max"] == 10
   np.testing.assert_allclose(metrics["lag_mean"], (4 + 4 - 1 + 1 + 10 + 2) / 7)
-  assert metrics["lag_histogram"].sum() + metrics["lag_negative"] + metrics["lag_overflow"] == mask.sum()
+  assert metrics["lag_histogram"].sum() + metrics["lag_negative"] == mask.sum()
   x = np.array([[0.1, 0.3, 0.5, 9], [np.nan, 0.7, 9, 0.9]], np.float32)
-  means = diagnostics.mean_by_lag(x, lags, mask, max_lag=4)
-  np.testing.assert_allclose(means, [0.5, 0.7, 0.9, np.nan, 0.2], rtol=1e-6)
+  means = diagnostics.mean_by_lag(x, lags, mask)
+  np.testing.assert_allclose(means, [0.5, 0.7, 0.9, np.nan, 0.2, *[np.nan] * 3, 9, *[np.nan] * 7], rtol=1e-6)
+
+
+def test_any_lag_has_one_of_sixteen_bins_and_without_a_bound_none_is_an_alarm():
+  """Bins of one lag to 7, then of doubling width, so that no bound makes a line of the metrics long."""
+  lags = np.array([[0, 7, 8, 15, 16, 1023, 1024, 2**31 - 1]], np.int32)
+  mask = np.ones((1, 8), bool)
+  metrics = diagnostics.lag_metrics(lags, mask, max_lag=-1)
+  assert len(diagnostics.LAG_BINS) == 16
+  np.testing.assert_array_equal(metrics["lag_histogram"], [1, *[0] * 6, 1, 2, 1, *[0] * 4, 1, 2])
+  assert metrics["lag_overflow"] == 0
+  assert diagnostics.lag_metrics(lags, mask, max_lag=1_000_000)["lag_overflow"] == 1
 
 
 def test_lags_of_an_empty_batch():
   mask = np.zeros((2, 3), bool)
-  metrics = diagnostics.lag_metrics(np.zeros((2, 3), np.int32), mask, max_lag=2)
+  metrics = diagnostics.lag_metrics(np.zeros((2, 3), np.int32), mask)
   np.testing.assert_array_equal(metrics["lag_histogram"], 0)
   assert np.isnan(metrics["lag_mean"])
   assert np.isnan(metrics["lag_max"])

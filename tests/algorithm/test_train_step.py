@@ -201,13 +201,13 @@ def test_metrics_of_a_batch():
   assert metrics["num_truncated"] == 1
   assert metrics["num_untrained"] == 1  # all-zero mask: no reward placed, and counted
   np.testing.assert_allclose(metrics["reward_mean"], (1.0 + 0.5 + 0.0) / 3)
-  np.testing.assert_array_equal(metrics["lag_histogram"], [1, 1, 1, 0])
+  np.testing.assert_array_equal(metrics["lag_histogram"], [1, 1, 1, *[0] * 13])
   assert metrics["lag_negative"] == 1  # version 3 at version 2: shown, not clamped
   batch = toy.pack([toys], 32)
   outputs = toy.policy_apply(toy.policy_params(), batch)
   delta = np.abs(outputs.logprobs - batch.behavior_logprobs)[0]
   np.testing.assert_allclose(metrics["delta_logprob"], np.mean(delta[[1, 2, 4, 6]]), rtol=1e-5)
-  np.testing.assert_allclose(metrics["delta_logprob_by_lag"], [delta[1], delta[2], delta[4], np.nan], rtol=1e-5)
+  np.testing.assert_allclose(metrics["delta_logprob_by_lag"], [delta[1], delta[2], delta[4], *[np.nan] * 13], rtol=1e-5)
   np.testing.assert_allclose(metrics["entropy"], np.mean(outputs.entropy[0, [1, 2, 4, 6]]), rtol=1e-5)
   assert all(x.dtype == jnp.float32 for x in metrics.values())
 

@@ -124,12 +124,17 @@ def test_panels_have_labelled_axes_and_a_legend(run):
     assert axes.get_legend() is not None
 
 
-def test_lags_beyond_the_histogram_are_shown(tmp_path):
+def test_lags_are_shown_by_bins_of_doubling_width():
   (panel,) = (panel for panel in PANELS if panel.name == "lag")
-  (axes,) = figure(panel, [{"step": 1, "lag_histogram": [1, 1], "lag_overflow": 2.0}]).axes
-  assert [bar.get_height() for bar in axes.patches] == [25, 25, 50] and "2 stands for all beyond" in axes.get_xlabel()
-  (axes,) = figure(panel, [{"step": 1, "lag_histogram": [3, 1], "lag_overflow": 0.0}]).axes
-  assert [bar.get_height() for bar in axes.patches] == [75, 25] and "beyond" not in axes.get_xlabel()
+  counts = [1, 1, 0, 0, 0, 0, 0, 0, 0, 2, *[0] * 6]  # two tokens of a lag from 16 to 31
+  (axes,) = figure(panel, [{"step": 1, "lag_histogram": counts, "lag_mean": 8.5}]).axes
+  assert [bar.get_height() for bar in axes.patches] == [25, 25, *[0] * 7, 50]
+  assert [label.get_text() for label in axes.get_xticklabels()][6:] == ["6", "7", "8–15", "16–31"]
+  assert "mean lag 8.50" in axes.get_legend().get_texts()[0].get_text()
+
+  # Files of earlier versions have one bin a lag.
+  (axes,) = figure(panel, [{"step": 1, "lag_histogram": [3, 1]}]).axes
+  assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 41])

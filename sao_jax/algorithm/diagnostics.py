@@ -17,7 +17,7 @@ from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import AlgorithmConfig
 from sao_jax.types import PolicyOutputs, RouterStatistics, TrajectoryBatch
 
-# The lowest lag of each bin of the metrics by lag: at first one bin a lag, then of doubling width; the last one is open.
+# The lowest lag of each bin of the metrics by lag: first one bin a lag, then of doubling width; the last one is open.
 LAG_BINS = (*range(8), *(8 << doubling for doubling in range(8)))
 
 RATIO_PERCENTILES = {"p01": 1, "p05": 5, "p50": 50, "p95": 95, "p99": 99}

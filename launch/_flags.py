@@ -27,6 +27,7 @@ from absl import app, flags, logging
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree, field_values
 from sao_jax.configuration.listing import listing
+from sao_jax.configuration.paths import check_storable, expand
 from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.pretrained import with_folder_shape
@@ -97,7 +98,9 @@ def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> t
   given = read(argv, flag_values)
   if not given.workdir:
     raise ConfigError("--workdir", "it is missing.", "Name a directory to write to, as in --workdir=runs/a.")
-  return given.config, given.workdir
+  workdir = os.path.expanduser(given.workdir)
+  check_storable(expand(workdir), "--workdir")
+  return given.config, workdir
 
 
 def read(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> CommandLine:
@@ -129,6 +132,7 @@ def read(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> Co
 
 def load_config(path: str) -> RunConfig:
   """Runs `get_config()` of the Python file at `path`, relative to the current folder or to the repository."""
+  path = os.path.expanduser(path)
   file = next((place for place in (pathlib.Path(path), REPOSITORY / path) if place.is_file()), None)
   if file is None:
     raise ConfigError("--config", f"there is no file {path}.", f"Choose one of {', '.join(_configs())}, or write one.")

@@ -258,6 +258,7 @@ class TrainingConfig:
   checkpoint_every: PositiveInt = 100  # train steps
   keep_checkpoints: PositiveInt = 2
   log_every: PositiveInt = 1
+  lock_seconds: NonNegativeFloat = 60.0  # wait for another run in the same workdir, which may still be saving
   audit: bool = True  # compare sampler and learner log-probs before the first step
   audit_tolerance: PositiveFloat = 1e-4  # max |delta log-prob|; raise it for bf16
   watchdog_seconds: PositiveFloat = 600.0  # silence of the rollout side after which the run stops

@@ -46,7 +46,7 @@ class HFTokenizer:
       ConfigError: when the package or a file is missing, or the tokenizer cannot be used turn by turn.
     """
     # The folder's files; tokenizer_config.json has the last word.
-    self.folder = pathlib.Path(folder)
+    self.folder = pathlib.Path(os.path.expanduser(folder))
     declared = read_json(self.folder / "tokenizer.json", "Save it with a fast tokenizer's `save_pretrained`.")
     settings = {
       **read_json(self.folder / "special_tokens_map.json"),

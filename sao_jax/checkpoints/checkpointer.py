@@ -7,6 +7,7 @@ when complete, so a kill at any moment leaves the last complete checkpoint intac
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import shutil
@@ -19,6 +20,7 @@ from absl import logging
 
 from sao_jax.checkpoints.host_state import HostStateHandler, HostStateRestore, HostStateSave, encode
 from sao_jax.checkpoints.state_tree import NETWORKS, REST, check_same_leaves, flatten, nest, places, split
+from sao_jax.configuration.paths import check_readable, check_storable, expand
 from sao_jax.errors import ConfigError
 from sao_jax.types import PyTree
 
@@ -64,15 +66,16 @@ class Checkpointer:
     """Opens `directory`, which is made if need be.
 
     Args:
-      directory: the place of all checkpoints of one phase of a run.
+      directory: the place of all checkpoints of one phase of a run; a leading `~` is a home.
       keep: number of checkpoints that stay, the newest ones.
       every: steps between two checkpoints (see `due`).
     """
-    self._directory = pathlib.Path(directory).absolute()
+    self._directory = expand(directory)
     self._every = every
     self._current: int | None = None  # the step that this process saved or restored last
     self._failure: Exception | None = None
     self._owned = False  # nothing on disk is changed before the first save
+    self._proven = False  # until a checkpoint of this object has been looked at
     self._manager = _manager(self._directory, keep=keep)
 
   def latest_step(self) -> int | None:
@@ -87,6 +90,7 @@ class Checkpointer:
   def save(self, step: int, state: PyTree, host_state: Any = None) -> None:
     """Starts to write the checkpoint of `step` and returns as soon as `state` may be donated.
 
+    The first one is waited for and looked at: a run must not find out at its end that nothing can be read.
     Saving the step that was saved or restored last does nothing. After a return to an older step, checkpoints of this
     step and later ones belong to a future that the run has abandoned: they are moved to the subfolder "abandoned".
 
@@ -98,7 +102,9 @@ class Checkpointer:
     Raises:
       Exception: the error of an earlier save that failed, unchanged; this object can save nothing more.
       TypeError: `host_state` cannot be stored.
+      ConfigError: the folder's name is such that no checkpoint in it could be read, or the first one cannot be.
     """
+    check_storable(self._directory, "--workdir")
     archive = encode(host_state)  # at once: the host may change its state while the checkpoint is written
     self._raise_failure(self._manager.check_for_errors)
     if step == self._current:
@@ -108,6 +114,10 @@ class Checkpointer:
     items = {name: ocp.args.StandardSave(nest(leaves)) for name, leaves in split(state).items() if leaves}
     self._manager.save(step, args=ocp.args.Composite(**items, **{_HOST: HostStateSave(archive)}), force=True)
     self._current = step
+    if not self._proven:
+      self.wait()
+      self._raise_failure(functools.partial(self._prove, step))
+      self._proven = True
 
   def wait(self) -> None:
     """Waits until the checkpoint under way is complete. Raises its error if it failed."""
@@ -182,6 +192,17 @@ class Checkpointer:
     if self._failure is not None:
       raise self._failure
 
+  def _prove(self, step: int) -> None:
+    """Raises ConfigError if the checkpoint of `step`, which is complete, cannot be found again."""
+    try:
+      _stored_leaves(self._manager, step)
+    except _UNREADABLE as error:
+      raise ConfigError(
+        "--workdir",
+        f"the checkpoint of step {step} was written to {self._directory} and cannot be read again: {error}",
+        "Use a --workdir on another file system, or with a plainer name.",
+      ) from error
+
   def _take_over(self, step: int) -> None:
     """Makes room for a save: removes leftovers of killed saves (once) and moves an abandoned future aside."""
     abandoned = [later for later in self._manager.all_steps() if later >= step]
@@ -220,7 +241,8 @@ def load_params(
   Raises:
     ConfigError: there is no such checkpoint or network, or it is of another model.
   """
-  directory = pathlib.Path(directory).absolute()
+  directory = expand(directory)
+  check_readable(directory, "model.checkpoint")
   problem = "holds no checkpoint"
 
   # A damaged checkpoint is reported like a missing one; one of another model has an error of its own.
@@ -250,7 +272,7 @@ def load_host_state(directory: str | os.PathLike, step: int) -> Any:
   Raises:
     FileNotFoundError, ValueError: it cannot be read.
   """
-  with _manager(pathlib.Path(directory).absolute(), create=False) as manager:
+  with _manager(expand(directory), create=False) as manager:
     return manager.restore(step, args=ocp.args.Composite(**{_HOST: HostStateRestore()}))[_HOST]
 
 

@@ -51,6 +51,8 @@ class TFDSPrompts(Sequence[Prompt]):
       ConfigError: when the data set, the split or a feature does not exist.
     """
     # TFDS reports a wrong name, split or directory, and a file format without random access, by any of these errors.
+    if data_dir is not None:
+      data_dir = os.path.expanduser(data_dir)
     try:
       self._source = tfds.data_source(name, split=split, data_dir=data_dir, download=False)
     except (

@@ -17,6 +17,7 @@ from sao_jax.checkpoints.checkpointer import Checkpointer, load_params
 from sao_jax.checkpoints.state_tree import check_same_leaves, flatten
 from sao_jax.config import ModelConfig
 from sao_jax.configuration import config_tree
+from sao_jax.configuration.paths import check_storable, expand
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import CONFIG, SINGLE, HFFolder
 from sao_jax.huggingface.load import import_policy
@@ -56,7 +57,8 @@ def to_checkpoint(folder: str | os.PathLike, directory: str | os.PathLike, *, dt
   ...   HFFolder(back).model_config() == model == config
   True
   """
-  source, target = HFFolder(folder), pathlib.Path(directory)
+  source, target = HFFolder(folder), expand(directory)
+  check_storable(target, "--output")
   if target.is_dir() and any(target.iterdir()):
     raise ConfigError("--output", f"{target} is not empty.", "Name a new directory.")
   model = source.model_config(ModelConfig(param_dtype=dtype))
@@ -104,7 +106,7 @@ def to_hf(
     ConfigError: no folder and no configuration gives the model's shape, or the checkpoint has another one.
   """
   # The shape comes from the folder that the model started from, or else from the configuration of the run.
-  checkpoint = pathlib.Path(checkpoint)
+  checkpoint, directory = expand(checkpoint), expand(directory)
   run = _model_of_run(checkpoint.parent / RUN_CONFIG)
   places = [str(base)] if base else [str(checkpoint), run.checkpoint if run else ""]
   source = next(filter(None, map(base_folder, places)), None)

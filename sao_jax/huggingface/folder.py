@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sao_jax.config import ModelConfig
+from sao_jax.configuration.paths import expand
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families import family_of_fields
 from sao_jax.huggingface.families.family import DEFAULT_MODEL, Family
@@ -22,7 +23,7 @@ FP8_BLOCK = 128  # rows and columns of a block
 
 def is_hf_folder(path: str | os.PathLike) -> bool:
   """True if `path` is a folder with a config.json that names a model_type."""
-  file = pathlib.Path(path) / CONFIG
+  file = expand(path) / CONFIG
   return bool(str(path)) and file.is_file() and "model_type" in _read_json(file)
 
 
@@ -43,7 +44,7 @@ class HFFolder:
     Raises:
       ConfigError: no such folder, no safetensors in it, a broken file, an unknown family or quantisation.
     """
-    self.path = pathlib.Path(path)
+    self.path = pathlib.Path(os.path.expanduser(path))
     if not is_hf_folder(path):
       raise ConfigError(
         "model.checkpoint",

@@ -23,7 +23,7 @@ HF_SUBFOLDER = "huggingface"
 
 def base_folder(checkpoint: str) -> HFFolder | None:
   """Opens the Hugging Face folder at `checkpoint`, or the one kept inside a converted checkpoint; None without any."""
-  for path in (pathlib.Path(checkpoint), pathlib.Path(checkpoint) / HF_SUBFOLDER):
+  for path in (pathlib.Path(checkpoint), pathlib.Path(checkpoint, HF_SUBFOLDER)):
     if checkpoint and is_hf_folder(path):
       return HFFolder(path)
   return None

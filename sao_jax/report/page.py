@@ -35,7 +35,7 @@ def write_report(workdir: str | os.PathLike, phase: str = "train") -> list[pathl
   Raises:
     ConfigError: when there is nothing at all to report, or a package of the `report` extra is missing.
   """
-  workdir = pathlib.Path(workdir)
+  workdir = pathlib.Path(os.path.expanduser(workdir))
   lines = read_metrics(workdir, phase)
   episodes = read_episodes(workdir, phase)
   if not lines and not episodes:

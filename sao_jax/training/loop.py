@@ -15,6 +15,7 @@ from absl import logging
 
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.config import RunConfig
+from sao_jax.configuration.paths import check_storable, expand
 from sao_jax.configuration.relations import validate
 from sao_jax.evaluation.audit import audit_at_start
 from sao_jax.evaluation.fixed_policy import check_prompts
@@ -28,6 +29,7 @@ from sao_jax.learner.setup import Learner, make_learner, rows_multiple
 from sao_jax.report.episode_samples import EpisodeSamples
 from sao_jax.report.metrics import evaluated_versions
 from sao_jax.report.run_log import RunLog
+from sao_jax.run_lock import run_lock
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training import phases
 from sao_jax.training.heap import frozen_heap
@@ -95,6 +97,8 @@ def run_phase(
   # Whatever cannot work is refused before any work starts.
   if not validated:
     validate(config, training=True)
+  workdir = expand(workdir)
+  check_storable(workdir, "--workdir")
   learner = make_learner(config, freeze=freeze)
   phases.check_critic(learner, phase)
   check_row_counts(config.rollout.row_counts, rows_multiple(learner))
@@ -103,6 +107,7 @@ def run_phase(
   # Ctrl-C ends the phase after the step in progress, and saves it; a second one ends the program at once.
   settings = config.training
   with (
+    run_lock(workdir, patience=settings.lock_seconds, first_process=jax.process_index() == 0),
     Checkpointer(workdir / phase.name, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
     Interrupt() as interrupt,
   ):

@@ -13,6 +13,7 @@ from absl import logging
 
 from sao_jax.checkpoints.checkpointer import Checkpointer, load_host_state, load_params
 from sao_jax.config import RunConfig
+from sao_jax.configuration.paths import expand
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import is_hf_folder
 from sao_jax.huggingface.load import import_policy
@@ -147,13 +148,13 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
   """
   folders = [workdir / name for name in earlier]
   if config.model.checkpoint:
-    folders.append(pathlib.Path(config.model.checkpoint))
+    folders.append(expand(config.model.checkpoint))
 
   for folder in folders:
     if is_hf_folder(folder):
       logging.info("The policy starts from %s.", folder)
       return add_fresh_lora(learner, import_policy(folder, config.model, learner.mesh), config.training.seed)
-    if latest_step(folder) is not None or folder == pathlib.Path(config.model.checkpoint):
+    if latest_step(folder) is not None or folder == expand(config.model.checkpoint):
       logging.info("The policy starts from %s.", folder)
       return _load_policy(learner, folder)
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 
 import jax
 import numpy as np
 
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.config import RunConfig
+from sao_jax.configuration.paths import expand
 from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
 from sao_jax.learner.batches import packed_batch
@@ -64,7 +64,7 @@ def replay(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = F
     )
 
   # Every step from the first one on must have been recorded.
-  workdir = pathlib.Path(workdir)
+  workdir = expand(workdir)
   phase, record = phases.reinforcement_learning(config), Record(workdir, phases.TRAIN)
   learner = make_learner(config)
   steps = phases.latest_step(workdir / phase.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Callable
 
 import jax
@@ -16,6 +15,7 @@ from sao_jax.algorithm.network import Network, gradient_step
 from sao_jax.algorithm.reductions import masked_count, masked_mean, masked_sum
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.config import RunConfig
+from sao_jax.configuration.paths import check_storable, expand
 from sao_jax.configuration.relations import validate
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.episode import Prompt, Status, Trajectory
@@ -27,6 +27,7 @@ from sao_jax.learner.packing import check_row_counts
 from sao_jax.learner.setup import abstract_network, make_learner, make_network_state, rows_multiple
 from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.report.run_log import RunLog
+from sao_jax.run_lock import run_lock
 from sao_jax.training import phases
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrajectoryBatch
 
@@ -127,7 +128,8 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
     validate(config, training=True)
 
   # Set-up: the policy alone, with the optimiser of this phase.
-  workdir = pathlib.Path(workdir)
+  workdir = expand(workdir)
+  check_storable(workdir, "--workdir")
   config = dataclasses.replace(config, policy_optimizer=config.sft.optimizer)
   learner = make_learner(config)
   check_row_counts(config.rollout.row_counts, rows_multiple(learner))
@@ -137,6 +139,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
   train_step = make_sft_step(policy, config.algorithm.micro_batches)
 
   with (
+    run_lock(workdir, patience=settings.lock_seconds, first_process=jax.process_index() == 0),
     Checkpointer(workdir / phases.SFT, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
     Interrupt() as interrupt,
   ):

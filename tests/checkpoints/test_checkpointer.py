@@ -13,8 +13,9 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sao_jax.checkpoints import checkpointer as checkpointer_module
 from sao_jax.checkpoints import host_state
-from sao_jax.checkpoints.checkpointer import Checkpointer, load_params
+from sao_jax.checkpoints.checkpointer import Checkpointer, load_host_state, load_params
 from sao_jax.errors import ConfigError
 from sao_jax.types import NetworkState, TrainState
 
@@ -329,3 +330,38 @@ def test_a_pickle_in_place_of_the_host_state_is_never_loaded(tmp_path):
   with Checkpointer(tmp_path / "run") as checkpointer, pytest.raises(ConfigError):
     checkpointer.restore(make_state())
   assert not marker.exists()
+
+
+def test_the_first_checkpoint_is_looked_at_before_the_run_goes_on(tmp_path, monkeypatch):
+  """Under `[1]` the library writes what it does not find again; a name like it is refused, others are found out."""
+  folder = tmp_path / "lr[1e-4]"
+  with Checkpointer(folder) as checkpointer, pytest.raises(ConfigError, match=r"lr\[1e-4\] has \[ in it"):
+    checkpointer.save(1, make_state())
+  monkeypatch.setattr(checkpointer_module, "check_storable", lambda path, field: None)
+  with Checkpointer(folder) as checkpointer:
+    for _ in range(2):
+      with pytest.raises(ConfigError, match="written to .* cannot be read again"):
+        checkpointer.save(1, make_state())
+
+
+def test_readers_change_nothing_beside_a_run_that_saves(tmp_path):
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, make_state(1), {"step": 1})
+    checkpointer.wait()
+    unfinished = tmp_path / "2.orbax-checkpoint-tmp"
+    shutil.copytree(tmp_path / "1", unfinished)
+    before = sorted(path for path in tmp_path.rglob("*"))
+    assert_same(load_params(tmp_path), make_state(1).policy.params)
+    assert load_host_state(tmp_path, 1) == {"step": 1}
+    with Checkpointer(tmp_path) as reader:
+      assert reader.latest_step() == 1
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_a_copy_under_a_pattern_can_be_read_and_a_backslash_is_refused_by_name(tmp_path):
+  with Checkpointer(tmp_path / "plain") as checkpointer:
+    checkpointer.save(1, make_state(1))
+  shutil.copytree(tmp_path / "plain", tmp_path / "seed[0]")
+  assert_same(load_params(tmp_path / "seed[0]"), make_state(1).policy.params)
+  with pytest.raises(ConfigError, match="model.checkpoint: .*backslash"):
+    load_params(tmp_path / "a\\b")

@@ -1,0 +1,52 @@
+"""Folders that people name: `~` is their home, and a name under which nothing could be read again is refused."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+from sao_jax.errors import ConfigError
+
+_GLOB = "*?["  # the library under the checkpoints looks for its files by patterns, parent folders included
+_LONGEST = 3500  # bytes; systems allow 4096, and the files of a checkpoint lie deeper
+
+
+def expand(path: str | os.PathLike) -> pathlib.Path:
+  """Makes a path absolute, so that it stays the same in another current folder; a leading `~` is a home."""
+  return pathlib.Path(os.path.expanduser(path)).absolute()
+
+
+def check_storable(path: pathlib.Path, field: str) -> None:
+  """Refuses a folder in which checkpoints could be written and not read again.
+
+  Raises:
+    ConfigError: naming `field` and the characters.
+  """
+  check_readable(path, field)
+  found = [character for character in _GLOB if character in str(path)]
+  if found:
+    raise ConfigError(
+      field,
+      f"{path} has {' and '.join(found)} in it, which the library under the checkpoints takes for a pattern.",
+      "Leave * ? [ out of the names of the folder and of its parents, as in runs/lr_1e-4.",
+    )
+
+
+def check_readable(path: pathlib.Path, field: str) -> None:
+  """Refuses names that the library under the checkpoints cannot open at all.
+
+  Raises:
+    ConfigError: naming `field` and what is wrong.
+  """
+  problem = None
+  if "\\" in str(path):
+    problem = "has a backslash in it, which the library under the checkpoints takes for a slash"
+  elif any(0xD800 <= ord(character) < 0xE000 for character in str(path)):  # bytes that Python has kept as they were
+    problem = "has a name that is not UTF-8"
+  elif "\0" in str(path):
+    problem = "has a zero byte in it"
+  elif len(os.fsencode(path)) > _LONGEST:
+    problem = f"is longer than {_LONGEST} bytes"
+  if problem:
+    shown = ascii(str(path)[:200])
+    raise ConfigError(field, f"{shown} {problem}.", "Rename the folder or its parent, or name another one.")

@@ -54,7 +54,7 @@ class Trajectory:
     behavior_logprobs: float32 [T], log-probability under the sampler when the token was sampled; NaN elsewhere.
     policy_version: int32 [T], version of the weights that sampled the token; -1 elsewhere.
     turn_starts: int32 [turns], index of the first sampled token of every turn.
-    reward: one finite scalar for the whole episode.
+    reward: the episode's return, one finite number: the sum of its rewards.
     status: how the episode ended.
     key: the prompt it came from.
     rollout_id: number of the rollout in this run; with the run seed it determines all random keys.
@@ -65,6 +65,7 @@ class Trajectory:
     routed_experts: int16 [T, L, k], the experts that the sampler used for the token as it read it, in each of the L
       layers with experts; -1 where it never did, as for the last token. None: not kept.
     sample: its number among the rollouts of its prompt, 0 ... `rollout.group_size` - 1.
+    turn_rewards: float64 [turns], the reward of every turn, adding up to `reward`; None: the last one has all of it.
 
   >>> trajectory = Trajectory(
   ...   token_ids=np.array([5, 6, 8, 9, 7], np.int32),
@@ -95,6 +96,7 @@ class Trajectory:
   segment_starts: Int[np.ndarray, "segments"] | None = None
   routed_experts: Int[np.ndarray, "T L k"] | None = None
   sample: int = 0
+  turn_rewards: Float[np.ndarray, "turns"] | None = None
 
   def __len__(self) -> int:
     return len(self.token_ids)
@@ -110,6 +112,20 @@ class Trajectory:
     begins = np.zeros(len(self), np.bool_)
     begins[[0] if self.segment_starts is None else self.segment_starts] = True
     return begins
+
+  @property
+  def token_rewards(self) -> Float[np.ndarray, "T"]:
+    """The reward of each turn on its last sampled token, which an observation may follow; 0 elsewhere. fp32."""
+    rewards = np.zeros(len(self), np.float32)
+    sampled = np.flatnonzero(self.action_mask)
+    if self.turn_rewards is None:
+      rewards[sampled[-1:]] = self.reward
+      return rewards
+
+    # The last sampled token before the next turn begins.
+    next_starts = np.append(self.turn_starts[1:], len(self))
+    rewards[sampled[np.searchsorted(sampled, next_starts) - 1]] = self.turn_rewards
+    return rewards
 
   @property
   def num_sampled(self) -> int:

@@ -40,7 +40,8 @@ class TrajectoryBatch:
       not trained (over age, say) keeps its place in the advantages of the others.
     behavior_logprobs: float32 [B, T]; NaN where not sampled, so that an unmasked use is seen at once.
     policy_version: int32 [B, T]; -1 where not sampled.
-    rewards: float32 [B, T]; the episode's reward on its last sampled token, 0 elsewhere.
+    rewards: float32 [B, T]; the reward of each turn on its last sampled token, usually of the last turn alone; 0
+      elsewhere.
     truncated: bool [B, T]; True on every token of a trajectory that was cut before a true end.
     routed_experts: int16 [B, T, L, k]; the experts that the policy is to use in its L layers with experts, -1 where its
       routers choose. None: they choose everywhere.

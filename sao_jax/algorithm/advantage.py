@@ -7,7 +7,8 @@ sampled tokens of a trajectory are numbered 0 ... n-1 across the observations be
     A_k = G_k - V_k                                      λ = 1 - 1 / (α n)
 
 which is δ_k + γ λ A_{k+1} with δ_k = r_k + γ V_{k+1} - V_k, summed differently: here 1 - λ enters as itself, so it can
-be given exactly as 1 / (α n); and for γ = λ = 1 the target G_k is exactly R, whatever the values are.
+be given exactly as 1 / (α n); and for γ = λ = 1 the target G_k is the sum of the rewards from k on, exactly R for one
+terminal reward, whatever the values are.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def batch_returns(
   state_values: Float[Array, "B T"] | None,
   one_minus_lam: Float[Array, "B T"],
 ) -> Float[Array, "B T"]:
-  """λ-returns of all sampled tokens of a batch; exactly R on each of them for γ = λ = 1 and trajectories that end.
+  """λ-returns of all sampled tokens of a batch; exactly R on each of them for γ = λ = 1 and one reward at a true end.
 
   Args:
     config: γ, and what follows a trajectory that was cut (`truncation`).
@@ -188,8 +189,9 @@ def value_targets_need_values(config: AlgorithmConfig) -> bool:
 def value_targets(
   config: AlgorithmConfig, batch: TrajectoryBatch, state_values: Float[Array, "B T"] | None
 ) -> Float[Array, "B T"]:
-  """λ_critic-returns; exactly R on every sampled token for γ = λ_critic = 1. Never from the policy's λ.
+  """λ_critic-returns; exactly R on every sampled token for γ = λ_critic = 1 and a terminal reward R.
 
+  Never from the policy's λ.
   `state_values` are those before the updates on this batch; None if not `value_targets_need_values(config)`.
   """
   one_minus_lam = jnp.full(batch.token_ids.shape, 1.0 - config.critic_lambda, jnp.float32)

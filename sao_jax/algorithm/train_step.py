@@ -38,7 +38,7 @@ TrainStep = Callable[[TrainState, TrajectoryBatch], tuple[TrainState, Metrics]]
 
 # (config, batch, state_values) -> advantages [B, T] of all sampled tokens, 0 elsewhere, before any whitening.
 # `state_values` [B, T] are V of the state *after* each token, and `tokens.token_values` turns them to those before it;
-# they are None without a critic. A batch's rewards stand on the last sampled token of each trajectory.
+# they are None without a critic. A batch's rewards stand on the last sampled tokens of turns.
 Estimator = Callable[[AlgorithmConfig, TrajectoryBatch, Float[Array, "B T"] | None], Float[Array, "B T"]]
 
 # `algorithm.advantage` names one of these; config.py says which of them need a critic or groups.
@@ -96,7 +96,7 @@ def make_train_step(
     metrics = diagnostics.batch_metrics(batch, sampled, trained)
     metrics |= diagnostics.lag_metrics(lags, trained, max_lag=max_lag)
 
-    # Critic: K steps on (1/N) Σ (V - G)², attention frozen; G = R on every sampled token for γ = λ_critic = 1.
+    # Critic: K steps on (1/N) Σ (V - G)², attention frozen; G = R for γ = λ_critic = 1 and a terminal reward.
     critic_state, fit = state.critic, None
     if critic is not None:
       critic_state, fit = _critic_steps(config, critic, state.critic, batch, trained)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.episode import EnvironmentFailure, GraderFailure, InfrastructureFailure, Prompt, Status
@@ -40,7 +40,8 @@ class StepResult:
   Attributes:
     observation: token ids [n] to append behind the action, turn markers included; may be empty.
     done: True when the episode has ended.
-    reward: the reward of the whole episode, one finite number; required when done, None otherwise.
+    reward: one finite number, required when done: the reward of the whole episode. An environment may reward earlier
+      turns too; each reward then belongs to the action that it answers, and the episode's return is their sum.
     info: small facts for logs, name -> number.
     new_context: True when the observation replaces all that came before, as when a template rewrites the history. The
       policy then goes on from the observation alone. Tokens sampled before it are still trained, in the context in
@@ -61,12 +62,14 @@ class Demonstration:
   Attributes:
     token_ids: int32 [T], prompt, actions and observations exactly as an episode would hold them.
     action_mask: bool [T], True on the expert's tokens, its end-of-turn tokens included.
-    reward: the reward that the expert's episode earned.
+    reward: the return that the expert's episode earned.
+    turn_rewards: float [turns], the reward of every turn, if turns before the last have any; they add up to `reward`.
   """
 
   token_ids: Int[np.ndarray, "T"]
   action_mask: Bool[np.ndarray, "T"]
   reward: float
+  turn_rewards: Float[np.ndarray, "turns"] | None = None
 
 
 @runtime_checkable
@@ -105,7 +108,10 @@ class Environment(Protocol):
     ...
 
   async def on_truncated(self, status: Status) -> float:
-    """Grades an episode that was cut before its end on what there is; returns its reward."""
+    """Grades an episode that was cut before its end on what there is; returns its reward.
+
+    It is added to what earlier steps gave.
+    """
     return 0.0
 
   async def close(self) -> None:
@@ -179,8 +185,8 @@ def check_step_result(result: Any, *, environment: str, vocab_size: int) -> Step
   """Checks an environment's answer; returns it with int32 ids and a float reward.
 
   Raises:
-    EnvironmentFailure: for anything but a StepResult with valid ids, a boolean `done`, and a reward only when done.
-    GraderFailure: when done without one finite reward.
+    EnvironmentFailure: for anything but a StepResult with valid ids and a boolean `done`.
+    GraderFailure: for a reward that is not one finite number, and when done without any.
   """
   if not isinstance(result, StepResult):
     raise EnvironmentFailure(environment, f"step must return a StepResult, got {type(result).__name__}")
@@ -190,11 +196,9 @@ def check_step_result(result: Any, *, environment: str, vocab_size: int) -> Step
     result.observation, environment=environment, vocab_size=vocab_size, what="the observation"
   )
 
-  # `done`, `reward` and `new_context` must agree.
+  # `done`, `new_context` and `reward` must agree.
   done = bool(result.done)
   if result.new_context and (done or not len(observation)):
     raise EnvironmentFailure(environment, "a new context needs at least one token, and a turn that follows")
-  if not done and result.reward is not None:
-    raise EnvironmentFailure(environment, f"a reward ({result.reward!r:.80}) before the episode is done")
-  reward = check_reward(result.reward, environment) if done else None
+  reward = check_reward(result.reward, environment) if done or result.reward is not None else None
   return dataclasses.replace(result, observation=observation, done=done, reward=reward)

@@ -27,7 +27,7 @@ class Reply:
   Attributes:
     messages: messages to append (tool results, a user's message); at least one unless done.
     done: True when the episode has ended.
-    reward: the reward of the whole episode; required when done, None otherwise.
+    reward: as in `StepResult`: required when done, possible with any turn.
     info: small facts for logs, name -> number.
   """
 

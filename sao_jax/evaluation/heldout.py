@@ -25,7 +25,7 @@ class Evaluation:
 
   Attributes:
     success: rate over the graded episodes, with its Wilson interval.
-    mean_reward: mean over the same episodes.
+    mean_reward: mean return of the same episodes.
     mean_sampled: sampled tokens per episode.
     ungraded: number of prompts whose environment failed; they enter no statistic.
     policy_version: the version that sampled every token.

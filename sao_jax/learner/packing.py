@@ -191,13 +191,9 @@ def _fill(
       batch.loss_mask[at] = trajectory.trained
       batch.behavior_logprobs[at] = trajectory.behavior_logprobs
       batch.policy_version[at] = trajectory.policy_version
+      batch.rewards[at] = trajectory.token_rewards
       batch.truncated[at] = trajectory.status.truncated
       if routed_shape is not None and trajectory.routed_experts is not None:
         batch.routed_experts[at] = trajectory.routed_experts
-
-      # The reward belongs to the last sampled token, which an observation may follow.
-      sampled = np.flatnonzero(trajectory.action_mask)
-      if len(sampled):
-        batch.rewards[row, start + sampled[-1]] = trajectory.reward
       start += len(trajectory)
   return batch

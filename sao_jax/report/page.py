@@ -69,7 +69,7 @@ def append_episode(
     workdir: the run's directory.
     phase: the phase to which the episode belongs.
     step: number of train steps done when the episode was chosen.
-    reward: the episode's reward.
+    reward: the episode's return.
     status: the way in which the episode ended, a value of `Status`.
     segments: (kind, text) in order; kind is "prompt", "action" or "observation".
   """

@@ -1,4 +1,4 @@
-"""Exactly one finite scalar per episode; everything else is a failure of the grader, never a silent 0."""
+"""Rewards are finite scalars; everything else is a failure of the grader, never a silent 0."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ class TrajectoryBuilder:
     self._logprobs: list[np.ndarray] = []
     self._versions: list[np.ndarray] = []
     self._turn_starts: list[int] = []
+    self._turn_rewards: list[float] = []
     self._segment_starts: list[int] = []
     self._experts: list[np.ndarray] = []
     self._num_routed = 0  # tokens that have a row in there
@@ -89,6 +90,7 @@ class TrajectoryBuilder:
     if routed_experts is not None:
       self._append_experts(routed_experts, len(token_ids))
     self._turn_starts.append(self._length)
+    self._turn_rewards.append(0.0)
     self._num_sampled += len(token_ids)
     self._append(token_ids, np.ones(len(token_ids), dtype=np.bool_), logprobs, policy_versions)
 
@@ -98,14 +100,22 @@ class TrajectoryBuilder:
       raise ValueError("an observation needs an action before it")
     self._append_unsampled(token_ids)
 
+  def add_reward(self, reward: float) -> None:
+    """Adds a reward of the turn that was appended last."""
+    if not self._turn_rewards:
+      raise ValueError("a reward needs an action before it")
+    self._turn_rewards[-1] += reward
+
   @property
   def _sampled_last(self) -> bool:
     return bool(self._mask) and bool(self._mask[-1].any())
 
   def build(self, reward: float, status: Status, info: dict[str, float] | None = None) -> Trajectory:
-    """The finished trajectory."""
+    """The finished trajectory; `reward` is the last one, added to those before."""
     if not self._turn_starts:
       raise ValueError("a trajectory needs at least one action")
+    rewards = np.array(self._turn_rewards, dtype=np.float64)
+    rewards[-1] += reward
 
     return Trajectory(
       # Per token.
@@ -117,8 +127,9 @@ class TrajectoryBuilder:
       # Per turn, and per segment.
       turn_starts=np.asarray(self._turn_starts, dtype=np.int32),
       segment_starts=np.asarray(self._segment_starts, dtype=np.int32),
+      turn_rewards=rewards if rewards[:-1].any() else None,
       # Once.
-      reward=float(reward),
+      reward=float(rewards.sum()),
       status=status,
       key=self._key,
       rollout_id=self._rollout_id,

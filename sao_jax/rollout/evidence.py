@@ -6,7 +6,6 @@ Behaviour log-probs are never recomputed, zero-filled or repaired: a wrong one w
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +34,7 @@ class RequiredExperts(NamedTuple):
 MIN_LOGPROB = -100.0
 # fp32 log-softmax of a nearly certain token may round to a little above 0.
 MAX_LOGPROB = 1e-5
+MAX_REWARD = float(np.finfo(np.float32).max)
 
 
 def check_completion(
@@ -115,8 +115,21 @@ def check_trajectory(trajectory: Trajectory, required_experts: RequiredExperts |
   _check_unsampled(trajectory, ~mask)
   if required_experts is not None:
     _check_routed(trajectory, required_experts)
-  if not isinstance(trajectory.reward, float) or not math.isfinite(trajectory.reward):
-    raise BadEvidence("reward not finite", f"{trajectory.reward!r:.80}")
+  _check_rewards(trajectory)
+
+
+def _check_rewards(trajectory: Trajectory) -> None:
+  reward, of_turns = trajectory.reward, trajectory.turn_rewards
+  if not isinstance(reward, float) or not abs(reward) <= MAX_REWARD:
+    raise BadEvidence("reward not finite", f"{reward!r:.80}, in fp32")
+  if of_turns is None:
+    return
+  if of_turns.shape != trajectory.turn_starts.shape:
+    raise BadEvidence("turn rewards of another length", f"{len(trajectory.turn_starts)} turns, {len(of_turns)} rewards")
+  if not (np.abs(of_turns) <= MAX_REWARD).all():
+    raise BadEvidence("reward not finite", f"{of_turns}, in fp32")
+  if abs(of_turns.sum() - reward) > 1e-6 * np.abs(of_turns).sum():
+    raise BadEvidence("turn rewards do not add up", f"{of_turns.sum()}, not {reward}")
 
 
 def _check_routed(trajectory: Trajectory, wanted: RequiredExperts) -> None:

@@ -93,6 +93,7 @@ async def run_episode(
   """Runs one episode.
 
   An episode that is cut (budget, turns, context) is graded by `environment.on_truncated` and returned like any other.
+  Rewards that its steps gave before are kept, and the grade is added to them.
   `info` of the result holds "latency" and "environment_seconds" (seconds), and the numbers of the last step's info.
 
   Args:
@@ -154,6 +155,7 @@ async def run_episode(
     if result.done:
       status, reward = Status.TERMINATED, result.reward
     else:
+      builder.add_reward(result.reward or 0.0)
       status = limits.status_before_next_turn(builder, result)
 
     # Its answer is kept where an action follows, or where the last one still fits.

@@ -38,6 +38,7 @@ def trajectories_to_state(trajectories: list[Trajectory]) -> tuple[list[dict[str
       "routed": trajectory.routed_experts is not None,
       "sample": trajectory.sample,
     }
+    | ({} if trajectory.turn_rewards is None else {"turn_rewards": trajectory.turn_rewards.tolist()})
     for trajectory in trajectories
   ]
   if not trajectories:
@@ -64,6 +65,7 @@ def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.
       experts = np.asarray(arrays[EXPERTS][routed : routed + record["length"]], dtype=np.int16)
       routed += record["length"]
 
+    rewards = record.get("turn_rewards")  # only of trajectories that have any
     trajectories.append(
       Trajectory(
         **tokens,
@@ -76,6 +78,7 @@ def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.
         info=record["info"],
         routed_experts=experts,
         sample=record.get("sample", 0),  # states from before there were groups do not say
+        turn_rewards=None if rewards is None else np.asarray(rewards, dtype=np.float64),
         loss_mask=None if np.array_equal(trained, tokens["action_mask"]) else trained,
       )
     )

@@ -113,6 +113,7 @@ class Demonstrations:
       policy_version=np.full(length, -1, np.int32),
       turn_starts=np.flatnonzero(np.diff(demonstration.action_mask.astype(np.int8), prepend=0) == 1).astype(np.int32),
       reward=demonstration.reward,
+      turn_rewards=demonstration.turn_rewards,
       status=Status.TERMINATED,
       key=key,
       rollout_id=index,

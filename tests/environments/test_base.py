@@ -85,9 +85,15 @@ def test_done_without_one_finite_reward_is_a_failure_of_the_grader(reward):
     check(StepResult([], True, reward))
 
 
-@pytest.mark.parametrize("reward", [0.0, 1.0, math.nan])
-def test_a_reward_before_the_end_is_a_failure(reward):
-  with pytest.raises(EnvironmentFailure, match="before the episode is done"):
+@pytest.mark.parametrize("reward", [0.0, np.float32(0.5), -2])
+def test_a_reward_may_come_with_any_turn(reward):
+  result = check(StepResult([1], False, reward))
+  assert type(result.reward) is float and result.reward == reward and not result.done
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", True])
+def test_a_reward_of_any_turn_is_one_finite_number(reward):
+  with pytest.raises(GraderFailure):
     check(StepResult([1], False, reward))
 
 

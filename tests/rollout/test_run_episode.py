@@ -257,7 +257,7 @@ def run_abandoning(environment, timeout, **limits):
     ("step", StepResult([], True)),
     ("step", StepResult([], True, float("nan"))),
     ("step", StepResult([], True, [1.0, 2.0])),
-    ("step", StepResult([], False, 1.0)),
+    ("step", StepResult([], False, float("nan"))),
     ("step", StepResult([], "yes", 1.0)),
     ("step", StepResult([], True, 1.0, info={"text": "long"})),
     ("step", StepResult([], True, 1.0, info=None)),

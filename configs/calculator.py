@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sao_jax.config import (
-  AlgorithmConfig,
   EvaluationConfig,
   ModelConfig,
   OptimizerConfig,
@@ -25,7 +24,6 @@ def get_config() -> RunConfig:
     model=ModelConfig(
       num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=4, d_ff_expert=64
     ),
-    algorithm=AlgorithmConfig(whiten_advantages=False),  # the critic is pretrained
     policy_optimizer=OptimizerConfig(learning_rate=3e-4),
     critic_optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0, warmup_steps=10),
     sampler=SamplerConfig(

@@ -237,7 +237,7 @@ def _take_overrides(argv: Sequence[str], config: RunConfig) -> tuple[dict[str, A
     path = match["path"]
     if path not in annotations:
       config_tree.replace(config, {path: None})  # a section or an unknown name: raises the right error for either
-    if annotations[path] is bool and not given:
+    if field_values.is_switch(annotations[path]) and not given:
       overrides[path] = not match["no"]
       continue
     if match["no"]:

@@ -125,7 +125,7 @@ class AlgorithmConfig:
   value_updates: PositiveInt = 2  # K: gradient steps of the critic on every batch
   advantage_values: Literal["post", "pre"] = "post"  # values read after the K critic updates, or before
   truncation: Literal["zero", "bootstrap", "mask"] = "zero"  # what follows a trajectory that was cut
-  whiten_advantages: bool = True
+  whiten_advantages: Literal["auto"] | bool = "auto"  # to mean 0, deviation 1; auto: unless the critic was pretrained
   freeze_attention: bool = True  # of the critic, during RL
   freeze_router: bool = False
   freeze_embeddings: bool = False
@@ -150,6 +150,12 @@ class AlgorithmConfig:
   def needs_groups(self) -> bool:
     """True for methods that compare rollouts of one prompt with each other."""
     return self.advantage in ("grpo",)
+
+  def whitens(self, *, critic_pretrained: bool = False) -> bool:
+    """Resolves `whiten_advantages`: auto whitens the advantages of a critic that starts cold."""
+    if self.whiten_advantages == "auto":
+      return self.needs_critic and not critic_pretrained
+    return self.whiten_advantages
 
 
 @dataclasses.dataclass(frozen=True)

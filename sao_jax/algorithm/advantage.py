@@ -25,6 +25,8 @@ from sao_jax.algorithm.reductions import masked_mean_and_std
 from sao_jax.config import AlgorithmConfig
 from sao_jax.types import TrajectoryBatch
 
+SMALLEST_SPREAD = 1e-4  # of what is whitened: the root of what is added to the variance
+
 
 def one_minus_lambda(num_sampled_tokens: Num[Array, "*shape"] | int, alpha: float = 1.5) -> Float[Array, "*shape"]:
   """1 - λ = 1 / (α n), without the cancellation of forming λ first. n = 0 counts as 1."""
@@ -137,9 +139,9 @@ def skip_observation_gae(
 
 
 def masked_whiten(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
-  """(x - mean) / std over the True entries (population std); masked entries are 0.
+  """(x - mean) / sqrt(var + 1e-8) over the True entries (population variance); masked entries are 0.
 
-  A single entry and constant entries give 0, never NaN.
+  A single entry and constant entries give 0, never NaN; a spread below 1e-4 is not blown up to full size.
 
   >>> x, mask = jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])
   >>> [round(float(a), 4) for a in masked_whiten(x, mask)]
@@ -147,8 +149,20 @@ def masked_whiten(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Flo
   """
   mask = jnp.asarray(mask, jnp.bool_)
   mean, std = masked_mean_and_std(x, mask)
-  scale = jnp.where(std == 0.0, 0.0, 1.0 / jnp.where(std == 0.0, 1.0, std))
+  scale = jnp.where(std == 0.0, 0.0, 1.0 / jnp.hypot(std, SMALLEST_SPREAD))  # hypot: the square might overflow
   return jnp.where(mask, (jnp.asarray(x, jnp.float32) - mean) * scale, 0.0)
+
+
+def whiten_advantages(
+  advantages: Float[Array, "B T"], batch: TrajectoryBatch, trained: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
+  """Whitens the advantages of the trained tokens, unless all their trajectories have the same return.
+
+  Equal returns say nothing about what to do: the spread of the advantages is the critic's error alone. Whitening would
+  make a full-size update out of it, and have half the tokens of a batch of failures reinforced; so they stay raw.
+  """
+  _, spread = masked_mean_and_std(tokens.returns(batch), trained)
+  return jnp.where(spread > 0.0, masked_whiten(advantages, trained), jnp.where(trained, advantages, 0.0))
 
 
 def batch_returns(

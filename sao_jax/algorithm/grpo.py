@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.algorithm import tokens
+from sao_jax.algorithm.reductions import ROUNDING
 from sao_jax.config import AlgorithmConfig
 from sao_jax.errors import ConfigError
 from sao_jax.types import TrajectoryBatch
@@ -30,20 +31,25 @@ def group_advantages(
     members: True on the entries that count; there is one for every rollout.
 
   Returns:
-    The advantages; 0 where all rewards of a group are equal, in a group of one, and outside `members`.
+    The advantages; 0 where all rewards of a group are equal to the rounding of fp32, in a group of one, and outside
+    `members`.
   """
   groups = {"segment_ids": group_ids, "num_segments": rewards.shape[0] + 1}
   over_group = functools.partial(jax.ops.segment_sum, **groups)
+  rewards = jnp.where(members, rewards.astype(jnp.float32), 0.0)
 
   # Relative to the group's best, equal rewards are exactly 0: the rounding of a mean is no advantage.
-  best = jax.ops.segment_max(jnp.where(members, rewards.astype(jnp.float32), -jnp.inf), **groups)[group_ids]
-  rewards = jnp.where(members, rewards - best, 0.0)
+  best = jax.ops.segment_max(jnp.where(members, rewards, -jnp.inf), **groups)[group_ids]
+  behind = jnp.where(members, rewards - best, 0.0)
   size = over_group(members.astype(jnp.float32))[group_ids]
-  mean = over_group(rewards)[group_ids] / jnp.maximum(size, 1.0)
+  mean = over_group(behind)[group_ids] / jnp.maximum(size, 1.0)
 
-  centred = jnp.where(members, rewards - mean, 0.0)
-  variance = over_group(jnp.square(centred))[group_ids] / jnp.maximum(size - 1.0, 1.0)
-  return centred / (jnp.sqrt(variance) + EPSILON)
+  centred = jnp.where(members, behind - mean, 0.0)
+  deviation = jnp.sqrt(over_group(jnp.square(centred))[group_ids] / jnp.maximum(size - 1.0, 1.0))
+
+  # Nor is the rounding of the rewards themselves, such as sums in another order: 1000.3 has neighbours 6e-5 away.
+  largest = jax.ops.segment_max(jnp.abs(rewards), **groups)[group_ids]
+  return jnp.where(deviation <= ROUNDING * largest, 0.0, centred / (deviation + EPSILON))
 
 
 def grpo_advantages(
@@ -63,9 +69,7 @@ def grpo_advantages(
       "rollout.group_size", "the batch has no groups to compare rollouts within.", "Set it to 2 or more."
     )
   sampled = tokens.sampled_tokens(batch)
-  reward = jax.vmap(tokens.totals)(jnp.where(sampled, batch.rewards, 0.0), batch.trajectory_ids)
-
   # One entry for each trajectory: its last sampled token.
   last = jax.vmap(tokens.last_sampled)(sampled, batch.trajectory_ids)
-  entries = group_advantages(reward.ravel(), batch.group_ids.ravel(), last.ravel()).reshape(last.shape)
+  entries = group_advantages(tokens.returns(batch).ravel(), batch.group_ids.ravel(), last.ravel()).reshape(last.shape)
   return jnp.where(sampled, jax.vmap(tokens.totals)(entries, batch.trajectory_ids), 0.0)

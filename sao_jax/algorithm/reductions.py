@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
-_EPSILON = float(jnp.finfo(jnp.float32).eps)
+ROUNDING = 8.0 * float(jnp.finfo(jnp.float32).eps)  # a spread of this share of the largest entry is no spread
 
 
 def masked_sum(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
@@ -38,5 +38,5 @@ def masked_mean_and_std(
   unit = x / jnp.where(scale > 0.0, scale, 1.0)
   mean = jnp.sum(unit) / count
   std = jnp.sqrt(jnp.sum(jnp.where(mask, jnp.square(unit - mean), 0.0)) / count)
-  std = jnp.where(std <= 8.0 * _EPSILON, 0.0, std)
+  std = jnp.where(std <= ROUNDING, 0.0, std)
   return mean * scale, std * scale

@@ -118,3 +118,9 @@ def token_values(state_values: Float[Array, "B T *rest"], batch: TrajectoryBatch
 def count_per_trajectory(batch: TrajectoryBatch, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
   """The number of tokens in `mask` of each token's trajectory; with `sampled_tokens` it is n."""
   return jax.vmap(totals)(mask, batch.trajectory_ids)
+
+
+def returns(batch: TrajectoryBatch) -> Float[Array, "B T"]:
+  """The undiscounted return of each token's trajectory: the sum of the rewards on its sampled tokens."""
+  rewards = jnp.where(sampled_tokens(batch), batch.rewards, 0.0)
+  return jax.vmap(totals)(rewards, batch.trajectory_ids)

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from sao_jax.algorithm import diagnostics
-from sao_jax.algorithm.advantage import masked_whiten, sao_advantages, value_targets, value_targets_need_values
+from sao_jax.algorithm.advantage import sao_advantages, value_targets, value_targets_need_values, whiten_advantages
 from sao_jax.algorithm.grpo import grpo_advantages
 from sao_jax.algorithm.network import Network, Update, gradient_step, map_micro_batches
 from sao_jax.algorithm.policy_loss import dis_policy_loss, log_ratios
@@ -112,12 +112,12 @@ def make_train_step(
 
       # Advantages, for sao: A_k = δ_k + γλ A_{k+1} from each sampled token to the next sampled one, λ = 1 - 1/(α n).
       advantages = estimate(config, batch, values)
-      whitened = masked_whiten(advantages, trained) if config.whiten_advantages else advantages
+      weights = whiten_advantages(advantages, batch, trained) if config.whitens() else advantages
 
       # Policy: one step on -(1/N) Σ sg[f(ρ) A] log π; ρ = exp(log π - μ), f(ρ) = ρ in (1 - ε_l, 1 + ε_h), else 0.
       # None where the critic's own updates were not finite: the advantages of such a critic mean nothing.
       trusted = jnp.all(fit.updates.applied) if fit is not None else jnp.ones((), jnp.bool_)
-      policy_state, update, outputs = _policy_step(config, policy, policy_state, batch, trained, whitened, trusted)
+      policy_state, update, outputs = _policy_step(config, policy, policy_state, batch, trained, weights, trusted)
       of_policy = diagnostics.policy_metrics(config, update, outputs, batch, trained, advantages, lags)
       return policy_state, of_policy
 

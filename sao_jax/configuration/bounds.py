@@ -38,7 +38,9 @@ def _broken(value: Any, annotation: Any) -> tuple[str, str] | None:
   if origin is tuple:
     return next(filter(None, (_broken_item(value, item, arguments[0]) for item in value)), None)
   if origin in (typing.Union, types.UnionType):
-    return _broken(value, next(member for member in arguments if field_values.fits(value, member)))
+    member = next(member for member in arguments if field_values.fits(value, member))
+    broken = _broken(value, member)
+    return (broken[0], f"Use {field_values.describe(annotation)}.") if broken else None
   return None
 
 

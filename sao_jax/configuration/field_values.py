@@ -18,6 +18,12 @@ def without_bounds(annotation: Any) -> Any:
   return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
 
 
+def is_switch(annotation: Any) -> bool:
+  """True for fields that may be true or false, and so need no value on a command line."""
+  members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+  return bool in members and not {int, float} & {*members}  # of which 0 and 1 would be others
+
+
 def conform(value: Any, annotation: Any, path: str) -> Any:
   """Returns `value` as its field wants it: integers become floats, lists tuples. Bounds are not looked at.
 
@@ -67,10 +73,14 @@ def describe(annotation: Any) -> str:
     return " | ".join(map(str, arguments))
   if origin is tuple and arguments:
     return f"a tuple of {describe(arguments[0])}"
-  if origin in (typing.Union, types.UnionType):
+  if _is_union(annotation):
     return " or ".join(describe(argument) for argument in arguments)
   names = {type(None): "None", bool: "true or false"}
   return names.get(annotation) or getattr(annotation, "__name__", str(annotation))
+
+
+def _is_union(annotation: Any) -> bool:
+  return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
 def _example(annotation: Any) -> str:
@@ -94,10 +104,10 @@ def _read(text: str, annotation: Any) -> Any:
   origin, arguments = typing.get_origin(plain), typing.get_args(plain)
   if plain is str or (origin is Literal and all(isinstance(choice, str) for choice in arguments)):
     return text
-  if plain is bool:
-    if text.lower() not in (*_TRUE, *_FALSE):
-      raise ValueError(text)
+  if is_switch(plain) and text.lower() in (*_TRUE, *_FALSE):
     return text.lower() in _TRUE
+  if plain is bool:
+    raise ValueError(text)
   if plain in (int, float):
     return plain(text)
   value = _literal(text)
@@ -117,7 +127,7 @@ def _convert(value: Any, annotation: Any) -> Any:
   origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
   if origin is Annotated:
     return _convert(value, arguments[0])
-  if origin in (typing.Union, types.UnionType):
+  if _is_union(annotation):
     return _first_that_fits(value, arguments)
   if origin is Literal:  # which of the names are allowed is a bound
     return _first_that_fits(value, tuple(dict.fromkeys(map(type, arguments))))

@@ -275,12 +275,12 @@ def _advantage(config: RunConfig) -> Iterator[ConfigError]:
       f"group-relative advantages compare the rollouts of a prompt, and there is {rollout.group_size} of each.",
       "Set rollout.group_size to 2 or more, as in 8, or use algorithm.advantage=sao.",
     )
-  if algorithm.needs_groups and algorithm.whiten_advantages:
+  if algorithm.needs_groups and algorithm.whitens():
     yield ConfigError(
       "algorithm.whiten_advantages",
       f"algorithm.advantage={algorithm.advantage!r} is normalised within groups; whitening would give those of equal "
       "rewards an advantage.",
-      "Pass --config.algorithm.whiten_advantages=False.",
+      "Leave algorithm.whiten_advantages at auto, or set it to False.",
     )
 
   # Some methods have no critic.

@@ -112,6 +112,8 @@ def run_phase(
     Interrupt() as interrupt,
   ):
     start = phases.restore_or_begin(config, learner, workdir, phase, checkpointer)
+    if phase.policy_steps:
+      learner = phases.settle_objective(learner, critic_pretrained=start.critic_pretrained)
     result = _run(config, learner, workdir, phase, start, checkpointer, interrupt)
 
   if result.interrupted:
@@ -156,7 +158,7 @@ def _run(
     evaluation.begin(step, version, weights, measured=evaluated_versions(workdir, phase.name))
 
     # From here on rollouts run in their threads, and what was trained is saved if anything fails.
-    saver = Saver(checkpointer, phase, rollouts, log)
+    saver = Saver(checkpointer, phase, rollouts, log, critic_pretrained=start.critic_pretrained)
     saver.end_step(step, state)
     with rollouts, saver:
       while not phases.ended(config, phase, step, log.history[EXPLAINED_VARIANCE]):

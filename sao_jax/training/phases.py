@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from sao_jax.types import PyTree, TrainState
 
 PHASES = SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"
 EXPLAINED_VARIANCE = "explained_variance"  # the metric by which value pretraining ends
+CRITIC_PRETRAINED = "critic_pretrained"  # in the host state of a checkpoint: how RL began
 BASE = "base"  # no phase: what model.checkpoint names
 
 
@@ -71,12 +72,14 @@ class Start:
     state: the train state after them.
     rollouts: state of the rollout side, as (JSON, arrays); None at the beginning.
     explained_variance: one number for every step done.
+    critic_pretrained: True if the critic had been trained when the phase began; stays what it was on resume.
   """
 
   step: int
   state: TrainState
   rollouts: Sequence[Any] | None = None
   explained_variance: Sequence[float] = ()
+  critic_pretrained: bool = False
 
   @property
   def restored_step(self) -> int | None:
@@ -206,7 +209,7 @@ def _initial_critic(
   specs = learner.critic.specs
 
   # RL goes on from the pretrained critic.
-  if phase.name == TRAIN and latest_step(workdir / VALUE_PRETRAINING) is not None:
+  if critic_pretrained(workdir, phase):
     params = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(specs, learner.layout))
     _warn_of_unfinished_value_pretraining(config, workdir)
     return params
@@ -223,6 +226,30 @@ def _initial_critic(
   )
 
 
+def critic_pretrained(workdir: pathlib.Path, phase: Phase) -> bool:
+  """Tells if a phase that begins takes over a critic that was trained before."""
+  return phase.name == TRAIN and latest_step(workdir / VALUE_PRETRAINING) is not None
+
+
+def began_pretrained(host_state: Mapping[str, Any]) -> bool:
+  """Reads from a checkpoint if its phase began with a critic that had been trained; 0.1.0, which whitened, says no."""
+  return host_state.get(CRITIC_PRETRAINED, False)
+
+
+def settle_objective(learner: Learner, *, critic_pretrained: bool) -> Learner:
+  """Returns the learner with `algorithm.whiten_advantages=auto` resolved, by the critic that the phase began with."""
+  algorithm = learner.config.algorithm
+  whitens = algorithm.whitens(critic_pretrained=critic_pretrained)
+  logging.info(
+    "The policy's loss takes %s (algorithm.whiten_advantages=%s%s).",
+    "advantages whitened over the trained tokens of each batch" if whitens else "advantages as they are",
+    algorithm.whiten_advantages,
+    f", the critic was {'' if critic_pretrained else 'not '}pretrained" if algorithm.needs_critic else "",
+  )
+  settled = dataclasses.replace(algorithm, whiten_advantages=whitens)
+  return dataclasses.replace(learner, config=dataclasses.replace(learner.config, algorithm=settled))
+
+
 def restore_or_begin(
   config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: Phase, checkpointer: Checkpointer
 ) -> Start:
@@ -233,7 +260,8 @@ def restore_or_begin(
   """
   restored = checkpointer.restore(abstract_state(learner))
   if restored is None:
-    return Start(0, initial_state(config, learner, workdir, phase))
+    pretrained = critic_pretrained(workdir, phase)
+    return Start(0, initial_state(config, learner, workdir, phase), critic_pretrained=pretrained)
 
   step, state, host_state = restored
   check_lora_scale(config, state.policy.params)
@@ -244,7 +272,13 @@ def restore_or_begin(
       f"after step {step} the checkpoint has version {int(state.policy_version)}, not {phase.version(step)}.",
       "Keep the number of critic-only steps that the run began with.",
     )
-  return Start(step, state, host_state["rollouts"], host_state[EXPLAINED_VARIANCE])
+  return Start(
+    step,
+    state,
+    host_state["rollouts"],
+    host_state[EXPLAINED_VARIANCE],
+    began_pretrained(host_state),
+  )
 
 
 def check_critic(learner: Learner, phase: Phase) -> None:

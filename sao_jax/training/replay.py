@@ -11,7 +11,7 @@ import os
 import jax
 import numpy as np
 
-from sao_jax.checkpoints.checkpointer import Checkpointer
+from sao_jax.checkpoints.checkpointer import Checkpointer, load_host_state
 from sao_jax.config import RunConfig
 from sao_jax.configuration.paths import expand
 from sao_jax.configuration.relations import validate
@@ -78,7 +78,9 @@ def replay(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = F
       "train with --config.rollout.record=True (or rollout.deterministic=True) from the first step on",
     )
 
-  # The same start and the same batches, in order.
+  # The same start, objective and batches, in order.
+  began_pretrained = phases.began_pretrained(load_host_state(workdir / phase.name, steps))
+  learner = phases.settle_objective(learner, critic_pretrained=began_pretrained)
   state = phases.initial_state(config, learner, workdir, phase)
   kinds = {phase.updates_policy(step) for step in range(steps)}
   with Progress("replay", total=steps) as progress, CompiledSteps(learner, kinds) as train_step:

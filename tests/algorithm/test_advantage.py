@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 
@@ -280,7 +281,8 @@ def test_scan_composes_across_a_cut(trajectories):
   [
     ([1, 2, 3, 100], [1, 1, 1, 0], [-1.2247, 0, 1.2247, 0]),
     ([1, 2, 3, np.nan], [1, 1, 1, 0], [-1.2247, 0, 1.2247, 0]),
-    ([1e-20, 2e-20, 3e-20, 5], [1, 1, 1, 0], [-1.2247, 0, 1.2247, 0]),
+    ([1e-4, 2e-4, 3e-4, 5], [1, 1, 1, 0], [-0.7746, 0, 0.7746, 0]),  # 1e-4 / sqrt(1e-8 · 2/3 + 1e-8)
+    ([1e-20, 2e-20, 3e-20, 5], [1, 1, 1, 0], [0, 0, 0, 0]),
     ([1e30, 2e30, 3e30, 0], [1, 1, 1, 0], [-1.2247, 0, 1.2247, 0]),
     ([5, 7, 7], [1, 0, 0], [0, 0, 0]),
     ([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1], [1] * 7, [0] * 7),
@@ -300,3 +302,30 @@ def test_whitening(x, mask, expected):
 def test_whitening_constants_of_any_number_gives_zero(value, count):
   x = jnp.full(count, value, jnp.float32)
   np.testing.assert_array_equal(advantage.masked_whiten(x, jnp.ones(count, bool)), 0.0)
+
+
+@hypothesis.given(st.integers(0, 2**16), st.sampled_from([0.0, 1.0, -3.7]))
+def test_equal_returns_leave_advantages_as_they_are(seed, reward):
+  """Whatever their spread: nothing is blown up, and no failure is reinforced for being below the mean."""
+  rng = np.random.default_rng(seed)
+  batch = algorithm_toy.pack([[dataclasses.replace(t, reward=reward)] for t in algorithm_toy.TOYS], 32)
+  trained = batch.action_mask & jnp.asarray(rng.random(batch.action_mask.shape) < 0.8)
+  raw = jnp.asarray(rng.normal(reward, 10.0 ** rng.integers(-5, 2), trained.shape), jnp.float32)
+  got = advantage.whiten_advantages(raw, batch, trained)
+  np.testing.assert_array_equal(got, jnp.where(trained, raw, 0.0))
+
+
+def test_advantages_are_whitened_over_the_trained_tokens():
+  """The returns and advantages of other tokens do not matter."""
+  toys = [dataclasses.replace(t, reward=float(i == 0)) for i, t in enumerate(algorithm_toy.TOYS)]
+  batch = algorithm_toy.pack([[t] for t in toys], 32)
+  advantages = jnp.asarray(np.random.default_rng(1).normal(size=batch.token_ids.shape), jnp.float32)
+  trained = batch.action_mask & (jnp.arange(32) % 3 > 0)[None]
+  chosen = np.asarray(advantages)[np.asarray(trained)]
+  got = advantage.whiten_advantages(jnp.where(trained, advantages, 1e3), batch, trained)
+  np.testing.assert_allclose(got[trained], (chosen - chosen.mean()) / chosen.std(), rtol=1e-4, atol=1e-5)
+  assert not got[~trained].any()
+
+  failures = trained.at[0].set(False)  # the one success is not trained
+  got = advantage.whiten_advantages(advantages, batch, failures)
+  np.testing.assert_array_equal(got, jnp.where(failures, advantages, 0.0))

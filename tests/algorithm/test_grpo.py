@@ -17,6 +17,7 @@ from sao_jax.algorithm.train_step import init_train_state, make_train_step
 from sao_jax.errors import ConfigError
 
 GRPO = dataclasses.replace(toy.CONFIG, advantage="grpo", whiten_advantages=False)
+_group_advantages = jax.jit(group_advantages)
 
 
 @pytest.mark.parametrize(
@@ -37,12 +38,26 @@ def test_groups_are_standardised_with_the_sample_deviation(groups, expected):
   np.testing.assert_allclose(got, np.concatenate(expected), atol=1e-4)
 
 
-@pytest.mark.parametrize("size, reward", [(16, 0.9), (16, 0.7), (12, 0.1), (3, 1000.1)])
-def test_equal_rewards_are_no_advantage_at_all(size, reward):
-  """Exactly: whitening would blow the rounding of a mean up to full size."""
-  ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), size)
-  rewards = jnp.full(4 * size, reward, jnp.float32) + ids  # another reward in each group
-  assert not group_advantages(rewards, ids, jnp.ones(4 * size, bool)).any()
+@hypothesis.given(
+  st.integers(1, 200),
+  st.floats(-(2.0**99), 2.0**99, width=32),
+  st.integers(0, 2),
+  st.sampled_from(["float32", "bfloat16"]),
+)
+def test_equal_rewards_are_no_advantage_at_all(size, reward, ulps, dtype):
+  """Exactly, and up to the rounding of the rewards: 63 × 1000.3 has a mean that is none of them."""
+  ids, rewards = np.arange(256) % 2, np.full(256, reward, np.float32)
+  members = np.arange(256) < size
+  if dtype == "float32" and abs(reward) > 1e-30:
+    rewards[::5] *= np.float32(1 + 1.2e-7 * ulps)
+  rewards[~members] = np.nan
+  assert not _group_advantages(jnp.asarray(rewards, dtype), ids, members).any()
+
+
+def test_a_difference_of_rewards_is_an_advantage_even_beside_large_ones():
+  rewards, ids = jnp.array([1000.3, 1000.2, 0.0, 1e-3], jnp.float32), jnp.array([1, 1, 2, 2])
+  got = group_advantages(rewards, ids, jnp.ones(4, bool))
+  np.testing.assert_allclose(got, [0.7071, -0.7071, -0.7061, 0.7061], atol=1e-4)
 
 
 def test_entries_that_are_no_members_change_nothing():

@@ -70,6 +70,15 @@ def test_both_losses_leave_them_out():
   assert_same(run(SINGLE, poisoned)[0], state, exact=True)
 
 
+def test_a_trajectory_that_is_not_trained_at_all_is_as_good_as_not_there():
+  """Whitening is over the trained tokens, too."""
+  masked = dataclasses.replace(TOYS[0], reward=7.0, loss_mask=np.zeros_like(TOYS[0].action_mask))
+  others = [[t] for t in TOYS[1:]]
+  with_it, _ = run(toy.CONFIG, [[masked], *others])
+  without, _ = run(toy.CONFIG, [[], *others])
+  assert_same(with_it, without)
+
+
 def test_a_loss_mask_of_everything_changes_nothing_and_of_nothing_trains_nothing():
   batch = toy.pack([[t] for t in TOYS], 32)
   assert_same(

@@ -65,8 +65,8 @@ def reference_step(config: AlgorithmConfig, state: TrainState, toys: list[toy.To
     lam = 1 - 1 / (config.alpha * len(sampled))
     advantages.append(toy.gae_loop(rewards, before, t.action_mask, lam=lam)[0][sampled])
   flat = np.concatenate(advantages)
-  if config.whiten_advantages:
-    advantages = [(a - flat.mean()) / flat.std() for a in advantages]
+  if config.whitens() and len({t.reward for t in toys}) > 1:
+    advantages = [(a - flat.mean()) / np.sqrt(flat.var() + 1e-8) for a in advantages]
 
   fixed_logprobs = np.asarray(toy.policy_apply(state.policy.params, batch).logprobs)
 
@@ -103,6 +103,16 @@ def test_step_equals_plain_loops(config):
   assert state.policy_version == 3
   assert state.policy.step == 1
   assert state.critic.step == config.value_updates
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_equal_returns_make_an_update_of_raw_size(reward):
+  """Whitened, the critic's errors alone would move the policy at full size."""
+  toys = [dataclasses.replace(t, reward=reward) for t in TOYS[:4]]
+  policy, _, _, loss, _, _ = reference_step(CONFIG, toy.train_state(), toys)
+  state, metrics = run(CONFIG, [[t] for t in toys] + [[]] * 4)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), state.policy.params, policy)
+  np.testing.assert_allclose(metrics["policy_loss"], loss, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])

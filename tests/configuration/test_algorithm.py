@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from toys import training_toy
 
+from sao_jax.config import AlgorithmConfig
 from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
 
@@ -38,3 +39,12 @@ def test_hl_gauss_settings_that_cannot_work_are_refused(changes):
   with pytest.raises(ConfigError, match="algorithm.value_"):
     algorithm = {"value_head": "hl_gauss"} | changes
     validate(training_toy.replace(training_toy.get_config(), algorithm=algorithm), training=True)
+
+
+@pytest.mark.parametrize(
+  ("given", "cold", "pretrained"), [("auto", True, False), (True, True, True), (False, False, False)]
+)
+def test_advantages_are_whitened_where_the_critic_is_cold(given, cold, pretrained):
+  algorithm = AlgorithmConfig(whiten_advantages=given)
+  assert (algorithm.whitens(), algorithm.whitens(critic_pretrained=True)) == (cold, pretrained)
+  assert not AlgorithmConfig(advantage="grpo").whitens()

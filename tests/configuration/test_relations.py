@@ -76,7 +76,6 @@ def test_the_defaults_are_valid():
 GRPO = {
   "algorithm.advantage": "grpo",
   "algorithm.critic_warmup_steps": 0,
-  "algorithm.whiten_advantages": False,
   "rollout.group_size": 8,
 }
 # A sigmoid router with groups, as it works.
@@ -101,7 +100,7 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
     ({"model.lora.rank": 4, "model.lora.targets": ()}, "model.lora.targets", "nothing to adapt", "attention, mlp"),
     ({"rollout.group_size": 3}, "rollout.batch_size", "128 trajectories do not divide into groups of 3", "a multiple"),
     (GRPO | {"rollout.group_size": 1}, "rollout.group_size", "there is 1 of each", "2 or more"),
-    (GRPO | {"algorithm.whiten_advantages": True}, "algorithm.whiten_advantages", "equal rewards", "=False"),
+    (GRPO | {"algorithm.whiten_advantages": True}, "algorithm.whiten_advantages", "equal rewards", "at auto"),
     (
       GRPO | {"algorithm.critic_warmup_steps": 10},
       "algorithm.critic_warmup_steps",
@@ -172,6 +171,7 @@ def test_evaluation_may_filter_and_be_greedy(overrides):
     {"model.vocab_size": 512},
     GRPO,
     GRPO | {"algorithm.truncation": "mask"},
+    GRPO | {"algorithm.whiten_advantages": False},
     {"rollout.group_size": 2},  # with a critic: groups are a choice of prompts only
   ],
 )
@@ -231,6 +231,7 @@ def test_sizes(field):
 # Values that their fields exclude, written out.
 EXCLUDED = {
   "model.indexer_types": ("full", "sharde"),
+  "algorithm.whiten_advantages": "automatic",
   "model.lora.targets": ("attention", "router"),
   "algorithm.epsilon_low": 1.3,
   "algorithm.epsilon_high": 0.0,
@@ -327,6 +328,7 @@ def test_every_field_is_checked_or_free_on_purpose():
   free |= {"algorithm.value_bins", "algorithm.value_min", "algorithm.value_max"}  # of one head alone: a relation
   free |= {f"mesh.{axis}" for axis in ("data", "fsdp", "expert", "tensor", "context")}  # make_mesh, with the devices
   fields = {path for path, value, _ in config_tree.leaves(VALID) if not isinstance(value, bool)}
+  free |= {"algorithm.whiten_advantages"}  # one name beside true and false
   of_tuples = {"model.lora.targets", "model.indexer_types", "sampler.window_buckets"}  # bounds of their entries
   assert fields - {*CHOICES, *BOUNDED} == free | of_tuples
   assert {*MINIMA, *INTERVALS, *SIZES} == {*BOUNDED}

@@ -56,3 +56,29 @@ def test_a_pretrained_critic_with_the_head_of_a_language_model_is_refused(run):
     checkpointer.save(1, state.replace(critic=state.critic.replace(params=params)))
   with pytest.raises(ConfigError, match=r"critic/value_head: expected float32\[16, 1\], found float32\[16, 32\]"):
     phases.initial_state(config, learner, workdir, phases.reinforcement_learning(config))
+
+
+@pytest.mark.parametrize("run", [SCALAR], indirect=True)
+def test_a_run_whitens_by_the_critic_that_it_began_with(run):
+  """After value pretraining advantages stay raw; a resume asks the checkpoint, and one of 0.1.0 whitened."""
+  config, learner, workdir, _ = run
+  phase, cold, pretrained = phases.reinforcement_learning(config), True, False
+
+  def settled(**host_state):
+    """What holds where the phase begins, or goes on from a checkpoint with this host state."""
+    with Checkpointer(workdir / phases.TRAIN) as checkpointer:
+      if host_state:
+        state = phases.initial_state(config, learner, workdir, phase)
+        checkpointer.save((checkpointer.latest_step() or 0) + 1, state, host_state | {"explained_variance": []})
+        checkpointer.wait()
+      start = phases.restore_or_begin(config, learner, workdir, phase, checkpointer)
+    settled = phases.settle_objective(learner, critic_pretrained=start.critic_pretrained)
+    return settled.config.algorithm.whiten_advantages
+
+  assert settled() is cold
+  with Checkpointer(workdir / phases.VALUE_PRETRAINING) as checkpointer:
+    checkpointer.save(2, phases.initial_state(config, learner, workdir, phases.value_pretraining(config)))
+  assert settled() is pretrained
+  assert settled(rollouts=[], critic_pretrained=False) is cold
+  assert settled(rollouts=[], critic_pretrained=True) is pretrained
+  assert settled(rollouts=[]) is cold

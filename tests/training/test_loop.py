@@ -13,7 +13,7 @@ from toys import training_toy
 from toys.runs import interrupted_after
 
 from sao_jax.algorithm.train_step import make_train_step
-from sao_jax.checkpoints.checkpointer import Checkpointer
+from sao_jax.checkpoints.checkpointer import Checkpointer, load_host_state
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.episode import EnvironmentFailure
 from sao_jax.evaluation import fixed_policy
@@ -66,6 +66,11 @@ def test_rl_starts_from_the_pretrained_networks_and_pretraining_leaves_the_polic
   for a, b in zip(leaves(start.policy.params), leaves(imitated)):
     np.testing.assert_array_equal(a, b)
   assert np.abs(np.asarray(start.critic.params["value_head"])).max() > 0
+
+
+def test_a_checkpoint_of_rl_knows_that_the_critic_was_pretrained(finished):
+  _, workdir, result = finished
+  assert phases.began_pretrained(load_host_state(workdir / "train", result.step))
 
 
 def test_metrics_tell_what_happened(finished):

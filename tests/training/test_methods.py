@@ -21,7 +21,7 @@ STEPS = 28
 METHODS = {
   "sao": {"algorithm": {"critic_warmup_steps": 2}},
   "grpo": {
-    "algorithm": {"advantage": "grpo", "critic_warmup_steps": 0, "whiten_advantages": False},
+    "algorithm": {"advantage": "grpo", "critic_warmup_steps": 0},
     "rollout": {"group_size": 4},
   },
 }

@@ -62,6 +62,7 @@ def test_a_pretrained_critic_with_the_head_of_a_language_model_is_refused(run):
 def test_a_run_whitens_by_the_critic_that_it_began_with(run):
   """After value pretraining advantages stay raw; a resume asks the checkpoint, and one of 0.1.0 whitened."""
   config, learner, workdir, _ = run
+  config = toy.replace(config, algorithm={"critic_warmup_steps": 9})
   phase, cold, pretrained = phases.reinforcement_learning(config), True, False
 
   def settled(**host_state):

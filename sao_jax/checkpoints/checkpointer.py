@@ -7,7 +7,6 @@ when complete, so a kill at any moment leaves the last complete checkpoint intac
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 import shutil
@@ -26,6 +25,9 @@ from sao_jax.types import PyTree
 
 _HOST = "host"
 _ABANDONED = "abandoned"
+_UNFINISHED = "*.orbax-checkpoint-tmp*"
+
+MAX_FAILURES = 2  # saves that may fail in a row: the first is said and made up for, the second ends the run
 
 # Exceptions of Orbax, TensorStore and host_state on reading a damaged checkpoint.
 _UNREADABLE = (OSError, ValueError, KeyError)
@@ -45,8 +47,14 @@ class Restored(NamedTuple):
   host_state: Any
 
 
+class CheckpointFailure(Exception):
+  """Saves that failed in a row: a run that went on would go on without checkpoints."""
+
+
 class Checkpointer:
   """Saves and restores train states in a directory; a context manager that waits for the last save.
+
+  Its end raises the error of that save, unless something else has failed before.
 
   The state is a pytree whose leaves are arrays, best a `TrainState` or a `NetworkState`: `load_params` can load the
   parameters under `policy/params`, `critic/params` or `params` (taken for the policy's) without the rest.
@@ -71,9 +79,10 @@ class Checkpointer:
       every: steps between two checkpoints (see `due`).
     """
     self._directory = expand(directory)
-    self._every = every
+    self._keep, self._every = keep, every
     self._current: int | None = None  # the step that this process saved or restored last
-    self._failure: Exception | None = None
+    self._failure: Exception | None = None  # of the last save
+    self._failures = 0  # in a row
     self._owned = False  # nothing on disk is changed before the first save
     self._proven = False  # until a checkpoint of this object has been looked at
     self._manager = _manager(self._directory, keep=keep)
@@ -83,8 +92,8 @@ class Checkpointer:
     return self._manager.latest_step()
 
   def due(self, step: int) -> bool:
-    """True if a checkpoint is to be written after `step` steps. Raises the error of a save that failed."""
-    self._raise_failure(self._manager.check_for_errors)
+    """True if a checkpoint is to be written after `step` steps. Notices that an earlier save failed, see `save`."""
+    self._notice_failure(self._manager.check_for_errors)
     return step % self._every == 0
 
   def save(self, step: int, state: PyTree, host_state: Any = None) -> None:
@@ -94,35 +103,49 @@ class Checkpointer:
     Saving the step that was saved or restored last does nothing. After a return to an older step, checkpoints of this
     step and later ones belong to a future that the run has abandoned: they are moved to the subfolder "abandoned".
 
+    A save that fails, at once or in the background, is logged as an error; the next one makes up for it.
+
     Args:
       step: number of steps that are done.
       state: a pytree of arrays.
       host_state: plain values and numpy arrays that `host_state.encode` takes.
 
     Raises:
-      Exception: the error of an earlier save that failed, unchanged; this object can save nothing more.
+      CheckpointFailure: it failed, and so did the one before. Later calls try again.
       TypeError: `host_state` cannot be stored.
       ConfigError: the folder's name is such that no checkpoint in it could be read, or the first one cannot be.
     """
     check_storable(self._directory, "--workdir")
     archive = encode(host_state)  # at once: the host may change its state while the checkpoint is written
-    self._raise_failure(self._manager.check_for_errors)
+    self._notice_failure(self._manager.check_for_errors)
     if step == self._current:
       return
-    self.wait()
-    self._take_over(step)
-    items = {name: ocp.args.StandardSave(nest(leaves)) for name, leaves in split(state).items() if leaves}
-    self._manager.save(step, args=ocp.args.Composite(**items, **{_HOST: HostStateSave(archive)}), force=True)
-    self._current = step
+
+    # The one before must be complete; only then is it known to be no failure.
+    self._notice_failure(self._manager.wait_until_finished)
+    self._failures = 0 if self._failure is None else self._failures
+    self._failure, self._current = None, step
+
+    def start() -> None:
+      self._take_over(step)
+      items = {name: ocp.args.StandardSave(nest(leaves)) for name, leaves in split(state).items() if leaves}
+      self._manager.save(step, args=ocp.args.Composite(**items, **{_HOST: HostStateSave(archive)}), force=True)
+
+    self._notice_failure(start)
+
+    # The first one is read back before anything is built on it.
     if not self._proven:
-      self.wait()
-      self._raise_failure(functools.partial(self._prove, step))
-      self._proven = True
+      self._notice_failure(self._manager.wait_until_finished)
+      if self._failure is None:
+        self._prove(step)
+        self._proven = True
 
   def wait(self) -> None:
-    """Waits until the checkpoint under way is complete. Raises its error if it failed."""
-    self._raise_failure(self._manager.wait_until_finished)
-    self._raise_failure(self._manager.check_for_errors)
+    """Waits until the checkpoint under way is complete. Raises its error if it failed, as often as it is asked."""
+    self._notice_failure(self._manager.wait_until_finished)
+    self._notice_failure(self._manager.check_for_errors)
+    if self._failure is not None:
+      raise self._failure
 
   def restore(self, abstract_state: PyTree, step: int | None = None) -> Restored | None:
     """Restores `step`, or the newest readable checkpoint; returns None when there is no checkpoint at all.
@@ -167,8 +190,15 @@ class Checkpointer:
   def __enter__(self) -> Checkpointer:
     return self
 
-  def __exit__(self, *exception: object) -> None:
-    self.close()
+  def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+    # A save that failed is nothing to leave with in silence; but what failed first leaves as itself.
+    try:
+      self.wait()
+    except Exception:
+      if kind is None:
+        raise
+    finally:
+      self.close()
 
   def _read(self, step: int, abstract_state: PyTree) -> Restored:
     where = f"{self._directory}, step {step}"
@@ -182,21 +212,32 @@ class Checkpointer:
     leaves = [flat[item][name] for item, name in places(abstract_state)]
     return Restored(step, jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), restored[_HOST])
 
-  def _raise_failure(self, check: Callable[[], None]) -> None:
-    """Raises the error that `check` finds, and again at every later call: that save's writers may still be at work."""
-    if self._failure is None:
-      try:
-        check()
-      except Exception as error:
-        self._failure = error
-    if self._failure is not None:
-      raise self._failure
+  def _notice_failure(self, action: Callable[[], None]) -> None:
+    """Does `action`. An error in it is that of the last save: it is logged, and too many in a row are raised."""
+    try:
+      action()
+    except Exception as error:
+      failed, self._current = self._current, None
+      self._failure, self._failures = error, self._failures + 1
+
+      # The old manager takes the step for saved, and its writers may still be at work: the next save has a new one.
+      self._manager, self._owned = _manager(self._directory, keep=self._keep), False
+      newest = self.latest_step()
+      last_good = "there is no checkpoint" if newest is None else f"the last good checkpoint is that of step {newest}"
+      last_good += f" in {self._directory}"
+      logging.error("The checkpoint of step %s was not written: %r; %s.", failed, error, last_good)
+      if self._failures >= MAX_FAILURES:
+        raise CheckpointFailure(
+          f"{self._failures} checkpoints in a row could not be written, the last one for step {failed} ({error}); "
+          f"{last_good}. Make room or mend the disk: the same command goes on from there."
+        ) from error
 
   def _prove(self, step: int) -> None:
     """Raises ConfigError if the checkpoint of `step`, which is complete, cannot be found again."""
     try:
       _stored_leaves(self._manager, step)
     except _UNREADABLE as error:
+      self._current = None
       raise ConfigError(
         "--workdir",
         f"the checkpoint of step {step} was written to {self._directory} and cannot be read again: {error}",
@@ -204,18 +245,18 @@ class Checkpointer:
       ) from error
 
   def _take_over(self, step: int) -> None:
-    """Makes room for a save: removes leftovers of killed saves (once) and moves an abandoned future aside."""
+    """Makes room for a save: removes leftovers of killed and failed saves, and moves an abandoned future aside."""
     abandoned = [later for later in self._manager.all_steps() if later >= step]
     if jax.process_index() == 0:
       if not self._owned:
-        for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
+        for path in self._directory.glob(_UNFINISHED):
           shutil.rmtree(path, ignore_errors=True)
       for later in abandoned:
         target = _free_name(self._directory / _ABANDONED / str(later))
         target.parent.mkdir(exist_ok=True)
         os.replace(self._directory / str(later), target)
         logging.warning("The checkpoint of step %d was moved to %s: this run goes on before it.", later, target)
-    self._owned = True
+    self._owned = not any(self._directory.glob(_UNFINISHED))  # a writer of a failed save may be at work even now
     if abandoned:
       ocp.multihost.sync_global_processes("sao_jax:abandoned_checkpoints")
       self._manager.reload()

@@ -30,9 +30,17 @@ class Saver:
 
   def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
     fails = kind is not None and issubclass(kind, Exception)  # a second Ctrl-C ends the program at once
-    if fails and self._consistent is not None:
-      logging.error("Something failed; what was trained is saved: step %d.", self._consistent[0])
+    if not fails or self._consistent is None:
+      return
+
+    # Said when it is done; what failed first ends the run, not a save that fails as well.
+    step, _ = self._consistent
+    try:
       self.save()
+    except Exception as error:
+      logging.error("Something failed, and what was trained up to step %d could not be saved: %r.", step, error)
+    else:
+      logging.error("Something failed; what was trained is saved: step %d.", step)
 
   def begin_step(self) -> None:
     """Marks the state as about to be donated: nothing can be saved any more."""

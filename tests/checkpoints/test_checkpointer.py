@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import pathlib
 import pickle
 import shutil
@@ -15,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sao_jax.checkpoints import checkpointer as checkpointer_module
 from sao_jax.checkpoints import host_state
-from sao_jax.checkpoints.checkpointer import Checkpointer, load_host_state, load_params
+from sao_jax.checkpoints.checkpointer import Checkpointer, CheckpointFailure, load_host_state, load_params
 from sao_jax.errors import ConfigError
 from sao_jax.types import NetworkState, TrainState
 
@@ -237,32 +239,86 @@ def test_going_back_to_an_older_step_moves_the_abandoned_future_aside(tmp_path):
   assert sorted(path.name for path in (tmp_path / "abandoned").iterdir()) == ["2", "3"]
 
 
-@pytest.mark.parametrize("next_call", ["due", "save", "save the same step", "wait", "restore"])
-def test_the_error_of_a_background_save_surfaces_at_the_next_call(tmp_path, monkeypatch, next_call):
-  class Full:
-    def write_bytes(self, data):
-      raise OSError("No space left on device")
+class FullDisk:
+  """Stands in for the file of the host state, which is written in the background."""
 
+  def write_bytes(self, data):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+  """A context manager: writing fails inside it."""
+
+  @contextlib.contextmanager
+  def full():
+    with monkeypatch.context() as patch:
+      patch.setattr(host_state, "_path", lambda directory: FullDisk())
+      yield
+
+  return full
+
+
+@pytest.mark.parametrize("noticed_by", ["due", "save", "save the same step", "wait", "restore"])
+def test_a_background_save_that_fails_is_said_and_made_up_for(tmp_path, full_disk, caplog, noticed_by):
   with Checkpointer(tmp_path, every=1) as checkpointer:
     checkpointer.save(1, make_state(1))
     checkpointer.wait()
-    monkeypatch.setattr(host_state, "_path", lambda directory: Full())
+    with full_disk():
+      checkpointer.save(2, make_state(2))
+      with pytest.raises(OSError, match="No space left"):
+        checkpointer.wait()
+    (said,) = [record.getMessage() for record in caplog.records if "was not written" in record.getMessage()]
+    assert "step 2 " in said and "No space left" in said and "the last good checkpoint is that of step 1" in said
+
+    # Whoever asks if the step is on disk hears of it again; nothing pretends that it is.
+    if noticed_by in ("wait", "restore"):
+      with pytest.raises(OSError, match="No space left"):
+        checkpointer.wait() if noticed_by == "wait" else checkpointer.restore(make_state())
+    assert checkpointer.due(3)
+    step = 2 if noticed_by == "save the same step" else 3
+    checkpointer.save(step, make_state(step))
+    checkpointer.wait()
+    assert_same(checkpointer.restore(make_state()).state, make_state(step))
+  assert [path.name for path in sorted(tmp_path.glob("?"))] == ["1", str(step)]
+
+
+def test_a_second_save_that_fails_in_a_row_ends_the_run_and_names_the_last_good_checkpoint(tmp_path, full_disk):
+  message = "2 checkpoints in a row .* step 5 .*No space.* of step 3"
+  with pytest.raises(CheckpointFailure, match=message) as error, Checkpointer(tmp_path, keep=3) as checkpointer:
+    # One failure, one success, and the count begins again.
+    with full_disk():
+      checkpointer.save(1, make_state(1))
+      with pytest.raises(OSError):
+        checkpointer.wait()
     checkpointer.save(2, make_state(2))
-    with pytest.raises(OSError, match="No space left"):
+    checkpointer.save(3, make_state(3))
+    checkpointer.wait()
+    with full_disk():
+      checkpointer.save(4, make_state(4))
+      checkpointer.save(5, make_state(5))
       checkpointer.wait()
-    monkeypatch.undo()
-    # It is said again for whoever missed it, and no later call pretends that the step is on disk.
-    calls = {
-      "due": lambda: checkpointer.due(3),
-      "save": lambda: checkpointer.save(3, make_state(3)),
-      "save the same step": lambda: checkpointer.save(2, make_state(2)),
-      "wait": checkpointer.wait,
-      "restore": lambda: checkpointer.restore(make_state()),
-    }
-    with pytest.raises(OSError, match="No space left"):
-      calls[next_call]()
-  with Checkpointer(tmp_path) as checkpointer:
-    assert checkpointer.restore(make_state()).step == 1
+  assert isinstance(error.value.__cause__, OSError)
+
+
+def test_no_context_ends_in_silence_with_a_save_that_failed(tmp_path, full_disk):
+  with pytest.raises(OSError, match="No space left"), Checkpointer(tmp_path) as checkpointer, full_disk():
+    checkpointer.save(1, make_state(1))
+  with pytest.raises(KeyError), Checkpointer(tmp_path) as checkpointer, full_disk():
+    checkpointer.save(2, make_state(2))
+    raise KeyError("what failed first")
+
+
+def test_a_save_that_fails_before_it_has_begun_counts_too(tmp_path, monkeypatch):
+  with Checkpointer(tmp_path, every=1) as checkpointer:
+    with monkeypatch.context() as patch:
+      patch.setattr(Checkpointer, "_take_over", lambda self, step: (_ for _ in ()).throw(PermissionError("read-only")))
+      checkpointer.save(1, make_state(1))
+      with pytest.raises(CheckpointFailure, match="read-only.*there is no checkpoint"):
+        checkpointer.save(2, make_state(2))
+    checkpointer.save(2, make_state(2))
+    checkpointer.wait()
+    assert checkpointer.latest_step() == 2
 
 
 def test_load_params_reads_one_network(tmp_path):

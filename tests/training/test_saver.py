@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import types
 
 import pytest
@@ -14,7 +15,7 @@ class FakeCheckpointer:
   """Keeps what it is given."""
 
   def __init__(self):
-    self.saved, self.waits = [], 0
+    self.saved, self.waits, self.fails = [], 0, False
 
   def due(self, step):
     return step % 2 == 0
@@ -24,6 +25,8 @@ class FakeCheckpointer:
 
   def wait(self):
     self.waits += 1
+    if self.fails:
+      raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture
@@ -39,6 +42,18 @@ def test_a_failure_between_steps_saves_the_last_one(saver, failure, saves):
     saver.end_step(3, "third")
     raise failure
   assert saver._checkpointer.saved == [(3, "third", 2)] * saves and saver._checkpointer.waits == saves
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_save_is_claimed_once_it_has_happened(saver, monkeypatch, caplog, full):
+  """The disk fills up in the background: the save begins, and its end never comes."""
+  monkeypatch.setattr(saver._checkpointer, "fails", full)
+  with pytest.raises(ValueError, match="what failed first"), saver:
+    saver.end_step(6, "sixth")
+    raise ValueError("what failed first")
+  assert caplog.messages[-1].startswith("Something failed")
+  assert ("is saved: step 6" in caplog.text) == (not full)
+  assert ("up to step 6 could not be saved" in caplog.text and "No space left" in caplog.text) == full
 
 
 def test_a_failure_within_a_step_saves_nothing(saver):

@@ -14,19 +14,15 @@ from absl import logging
 from sao_jax.config import AlgorithmConfig, ModelConfig, RunConfig, SamplerConfig
 from sao_jax.configuration import config_tree
 from sao_jax.configuration.bounds import check_bounds
+from sao_jax.configuration.hints import hints
 from sao_jax.errors import ConfigError
 
 _LATENT_WIDTHS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# Fields that only skip-observation GAE and its critic read.
-_OF_GAE = (
-  *("gamma", "alpha", "critic_lambda", "value_updates", "advantage_values", "value_clip"),
-  *("value_head", "value_head_initializer", "freeze_attention", "freeze_router", "freeze_embeddings"),
-)
 _RECORDED_EXPERTS = 2**15  # experts are recorded as int16
 
 
 def validate(config: RunConfig, *, training: bool) -> None:
-  """Raises ConfigError for the first thing in `config` that cannot work; logs what is probably not meant.
+  """Raises ConfigError for the first thing in `config` that cannot work; in training logs what is probably not meant.
 
   Call it once, where a program or a library function begins. `training=False` (evaluation, sampling) allows
   temperature 0 and sampling filters.
@@ -35,7 +31,7 @@ def validate(config: RunConfig, *, training: bool) -> None:
   check_bounds(config)
   for error in broken_relations(config, training=training):
     raise error
-  for hint in _hints(config):
+  for hint in hints(config) if training else ():
     logging.warning("%s", hint)
 
 
@@ -413,19 +409,3 @@ def _durations(config: RunConfig) -> Iterator[ConfigError]:
       f"at most {most} steps but at least {least}.",
       "Raise value_pretraining.max_steps to value_pretraining.min_steps or more.",
     )
-
-
-def _hints(config: RunConfig) -> Iterator[str]:
-  """Settings that work but are probably not meant."""
-  rollout, algorithm, default = config.rollout, config.algorithm, AlgorithmConfig()
-  if rollout.staleness == "drop" and 0 <= rollout.max_staleness < rollout.admission_staleness:
-    yield (
-      f"rollout.max_staleness={rollout.max_staleness} is below rollout.admission_staleness="
-      f"{rollout.admission_staleness}: long rollouts will be generated and then dropped, which biases training "
-      "to short answers. Raise it, or use rollout.staleness='mask'."
-    )
-  if algorithm.advantage == "grpo":
-    idle = [name for name in _OF_GAE if getattr(algorithm, name) != getattr(default, name)]
-    if idle:
-      fields = ", ".join(f"algorithm.{name}" for name in idle)
-      yield f"algorithm.advantage='grpo' knows neither a critic nor a discount, so {fields} will have no effect."

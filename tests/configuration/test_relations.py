@@ -8,7 +8,6 @@ import math
 import typing
 
 import pytest
-from absl import logging
 from toys import training_toy
 
 from sao_jax.algorithm.train_step import ADVANTAGES
@@ -383,25 +382,3 @@ def test_an_environment_that_fails_or_hangs_does_not_stop_the_check_of_prompts()
 
   config = dataclasses.replace(training_toy.get_config(), environment=Spec())
   check_prompts(training_toy.replace(config, rollout={"environment_timeout": 0.01}))
-
-
-def test_a_critic_that_is_not_there_is_hinted_at(monkeypatch):
-  said = []
-  monkeypatch.setattr(logging, "warning", lambda message, *arguments: said.append(message % arguments))
-  validate(config_tree.replace(VALID, GRPO), training=True)
-  assert not said
-  validate(config_tree.replace(VALID, GRPO | {"algorithm.value_updates": 4}), training=True)
-  assert (
-    len(said) == 1
-    and "algorithm.value_updates will have no effect" in said[0]
-    and "algorithm.value_head" not in said[0]
-  )
-
-
-def test_dropping_tighter_than_admission_is_hinted_at(monkeypatch):
-  said = []
-  monkeypatch.setattr(logging, "warning", lambda message, *arguments: said.append(message % arguments))
-  validate(config_tree.replace(VALID, {"rollout.max_staleness": 2, "rollout.staleness": "mask"}), training=True)
-  assert not said
-  validate(config_tree.replace(VALID, {"rollout.max_staleness": 2}), training=True)
-  assert len(said) == 1 and "rollout.max_staleness=2" in said[0] and "'mask'" in said[0]

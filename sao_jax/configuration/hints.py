@@ -1,0 +1,127 @@
+"""Hints at settings that work but are probably not meant: fields without effect beside others, and costly pairs.
+
+They are logged once where a run starts, and shown by `launch.config`; nothing is refused for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from sao_jax.config import OptimizerConfig, RunConfig
+from sao_jax.configuration import config_tree
+
+
+class Idle(NamedTuple):
+  """Fields that have no effect where `holds`; they are mentioned when they are not at their defaults."""
+
+  holds: Callable[[RunConfig], bool]
+  because: str
+  fields: tuple[str, ...]
+
+
+def _of(section: str, *names: str) -> tuple[str, ...]:
+  return tuple(f"{section}.{name}" for name in names)
+
+
+IDLE = (
+  Idle(
+    lambda config: not config.algorithm.needs_critic,
+    "algorithm.advantage='grpo' knows neither a critic nor a discount",
+    _of("algorithm", "gamma", "alpha", "critic_lambda", "value_updates", "advantage_values", "value_clip", "value_head")
+    + _of("algorithm", "value_head_initializer", "freeze_attention", "freeze_router", "freeze_embeddings"),
+  ),
+  Idle(
+    lambda config: config.algorithm.value_updates == 1,
+    "algorithm.value_updates=1 never moves a value away from that before the updates",
+    _of("algorithm", "value_clip"),
+  ),
+  Idle(
+    lambda config: config.algorithm.value_head == "scalar",
+    "algorithm.value_head='scalar' has neither bins nor a range",
+    _of("algorithm", "value_bins", "value_min", "value_max"),
+  ),
+  Idle(
+    lambda config: not config.model.num_moe_layers,
+    "no layer of the model has experts",
+    _of("model", "num_experts_per_token", "d_ff_expert", "d_ff_shared", "renormalize_router", "router")
+    + _of("model", "moe_implementation")
+    + _of("algorithm", "freeze_router"),
+  ),
+  Idle(
+    lambda config: config.model.yarn.factor == 1.0,
+    "model.yarn.factor=1 stretches nothing",
+    _of("model.yarn", "original_positions", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+  ),
+  Idle(
+    lambda config: not config.model.lora.rank, "model.lora.rank=0 trains in full", _of("model.lora", "alpha", "targets")
+  ),
+  Idle(
+    lambda config: not config.model.index_topk,
+    "model.index_topk=0 has no indexer",
+    _of("model", "index_num_heads", "index_head_dim"),
+  ),
+  Idle(
+    lambda config: config.rollout.max_staleness == -1,
+    "rollout.max_staleness=-1 allows any age",
+    _of("rollout", "staleness"),
+  ),
+  Idle(
+    lambda config: config.rollout.placement == "shared",
+    "rollout.placement='shared' has no devices of the sampler's own",
+    _of("rollout", "sampler_devices"),
+  ),
+  Idle(lambda config: not config.training.audit, "training.audit is off", _of("training", "audit_tolerance")),
+)
+
+
+def hints(config: RunConfig) -> Iterator[str]:
+  """Yields a sentence for each setting of a valid configuration that is probably not meant."""
+  yield from _without_effect(config)
+  yield from _algorithm(config)
+  yield from _rollouts(config)
+
+
+def _without_effect(config: RunConfig) -> Iterator[str]:
+  """Fields that were set, and that no one reads."""
+  default = RunConfig(environment=None)
+  for idle in IDLE:
+    if idle.holds(config):
+      changed = [path for path in idle.fields if config_tree.get(config, path) != config_tree.get(default, path)]
+      if changed:
+        yield f"{idle.because}, so {', '.join(changed)} will have no effect."
+
+
+def _algorithm(config: RunConfig) -> Iterator[str]:
+  model, algorithm, group_size = config.model, config.algorithm, config.rollout.group_size
+  if model.num_moe_layers and model.num_experts_per_token == 1 and model.renormalize_router:
+    yield (
+      "model.num_experts_per_token=1 with model.renormalize_router=True: the weight of the only expert is 1 whatever "
+      "its score, so the routers get no gradient but rounding. Set model.renormalize_router=False to train them."
+    )
+  if group_size > 1 and not algorithm.needs_groups:
+    yield (
+      f"rollout.group_size={group_size} with algorithm.advantage={algorithm.advantage!r}, which compares no rollouts "
+      "with each other: a batch has fewer prompts for it. Set it to 1, or use algorithm.advantage=grpo."
+    )
+
+  # A rate of 0 is allowed, for comparisons.
+  for section, name in (("policy_optimizer", "policy"), ("critic_optimizer", "critic")):
+    optimizer: OptimizerConfig = getattr(config, section)
+    if optimizer.learning_rate == 0 and (name == "policy" or algorithm.needs_critic):
+      yield f"{section}.learning_rate=0: the {name} will never change."
+
+
+def _rollouts(config: RunConfig) -> Iterator[str]:
+  rollout, slots = config.rollout, config.sampler.num_slots
+  if rollout.staleness == "drop" and 0 <= rollout.max_staleness < rollout.admission_staleness:
+    yield (
+      f"rollout.max_staleness={rollout.max_staleness} is below rollout.admission_staleness="
+      f"{rollout.admission_staleness}: long rollouts will be generated and then dropped, which biases training "
+      "to short answers. Raise it, or use rollout.staleness='mask'."
+    )
+  if 0 < rollout.max_in_flight < slots:
+    yield (
+      f"rollout.max_in_flight={rollout.max_in_flight} leaves {slots - rollout.max_in_flight} of {slots} slots of the "
+      "sampler empty. Raise it, or lower sampler.num_slots."
+    )

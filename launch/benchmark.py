@@ -20,6 +20,7 @@ from absl import app, flags, logging
 
 from sao_jax.benchmarks.scale import FULL, QUICK
 from sao_jax.benchmarks.suites import SUITES, machine, tables
+from sao_jax.report.metrics import to_json
 
 WIDTH = 180  # of tables in files, in characters
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     results[name] = SUITES[name](QUICK if _QUICK.value else FULL)
     for table in tables(name, results[name]):
       console.print(table)
-  print(json.dumps(results, indent=2))
+  print(json.dumps(to_json(results), indent=2, allow_nan=False))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from sao_jax import interrupt
 from sao_jax.config import RunConfig
 from sao_jax.evaluation import heldout
 from sao_jax.learner import sampler_side, setup
+from sao_jax.report import metrics
 from sao_jax.training import phases
 
 _PHASE = flags.DEFINE_enum(
@@ -32,7 +33,13 @@ def main(config: RunConfig, workdir: str) -> None:
   logging.info("%s, version %d: held-out success %s", phase, version, result.success)
   record = {"phase": phase, "policy_version": version} | result.metrics()
   path = pathlib.Path(workdir) / f"evaluation_{phase}.json"
-  path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+  path.write_text(json.dumps(metrics.to_json(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+  # No result is no success, for a script that goes on with it: status 1.
+  if not result.success.trials:
+    failed = f"each of the {result.ungraded} episodes failed; the log says why. Mend the environment"
+    empty = "the held-out split has no prompts. Give the environment some"
+    raise SystemExit(f"error: nothing could be graded: {failed if result.ungraded else empty}, and evaluate again.")
 
 
 if __name__ == "__main__":

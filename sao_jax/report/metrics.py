@@ -135,7 +135,7 @@ def valid_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
   with path.open(encoding="utf-8", errors="replace") as file:
     for text in file:
       try:
-        line = json.loads(text)
+        line = json.loads(text, parse_constant=lambda name: None)  # NaN and Infinity, of another writer, are no JSON
       except json.JSONDecodeError:  # the line that a kill cut short
         continue
       if isinstance(line, dict) and "step" in line:
@@ -154,7 +154,7 @@ def drop_lines_after(path: pathlib.Path, phase: str, restored_step: int | None) 
   with temporary.open("w", encoding="utf-8") as file:
     for line in valid_lines(path):
       if line.get("phase") != phase or line["step"] <= last_step:
-        file.write(json.dumps(line) + "\n")
+        file.write(json.dumps(line, allow_nan=False) + "\n")
     file.flush()
     os.fsync(file.fileno())
   os.replace(temporary, path)

@@ -81,7 +81,7 @@ def append_episode(
     "segments": [{"kind": kind, "text": text} for kind, text in segments],
   }
   with (pathlib.Path(workdir) / EPISODES_FILE).open("a", encoding="utf-8") as file:
-    file.write(json.dumps(episode) + "\n")
+    file.write(json.dumps(episode, allow_nan=False) + "\n")
 
 
 def read_episodes(workdir: str | os.PathLike, phase: str | None = None) -> list[dict[str, Any]]:

@@ -19,6 +19,8 @@ class Success:
   high: float
 
   def __str__(self) -> str:
+    if not self.trials:
+      return "undefined (nothing was graded)"
     return (
       f"{self.rate:.1%} ({self.successes}/{self.trials}, {self.confidence:.0%} interval {self.low:.1%}–{self.high:.1%})"
     )

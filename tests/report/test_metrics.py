@@ -89,6 +89,13 @@ def test_a_line_cut_short_is_skipped_and_not_continued(tmp_path):
   assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_numbers_that_are_no_json_are_read_as_undefined_and_written_as_null(tmp_path):
+  (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "train", "lag_mean": NaN, "lag_max": -Infinity}\n')
+  with MetricsWriter(tmp_path, restored_step=1):
+    assert read_metrics(tmp_path) == [{"step": 1, "phase": "train", "lag_mean": None, "lag_max": None}]
+  assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
 def test_a_kill_between_two_writes_loses_nothing(tmp_path):
   program = (
     "import os, signal, sys\n"

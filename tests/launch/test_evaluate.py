@@ -1,0 +1,34 @@
+"""What launch.evaluate leaves behind: JSON that every parser reads, and a status that stops a script."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+
+import pytest
+from toys import training_toy
+
+from launch import evaluate
+from sao_jax.evaluation.heldout import Evaluation
+from sao_jax.report.success_rate import success
+
+
+@pytest.mark.parametrize("ungraded, says", [(6, "each of the 6 episodes failed"), (0, "split has no prompts")])
+def test_an_evaluation_that_could_grade_nothing_writes_null_and_fails(tmp_path, monkeypatch, ungraded, says):
+  nothing = Evaluation(success(0, 0), math.nan, math.nan, ungraded, policy_version=3, trajectories=[])
+  monkeypatch.setattr(evaluate, "_PHASE", types.SimpleNamespace(value=""))
+  monkeypatch.setattr(evaluate.setup, "make_learner", lambda config: None)
+  monkeypatch.setattr(evaluate.sampler_side, "make_publisher", lambda learner: lambda params: params)
+  monkeypatch.setattr(evaluate.phases, "latest_policy", lambda *arguments: ({}, 3, "train"))
+  monkeypatch.setattr(evaluate.heldout, "evaluate", lambda *arguments: nothing)
+  with pytest.raises(SystemExit, match=f"error: nothing could be graded: .*{says}.*evaluate again"):
+    evaluate.main(training_toy.get_config(), str(tmp_path))
+
+  def refuse(name):
+    raise AssertionError(f"{name} is no JSON")
+
+  record = json.loads((tmp_path / "evaluation_train.json").read_text(), parse_constant=refuse)
+  assert record["heldout_success"] is None and record["heldout_reward"] is None
+  assert record["heldout_trials"] == 0 and record["heldout_ungraded"] == ungraded
+  assert str(nothing.success) == "undefined (nothing was graded)"

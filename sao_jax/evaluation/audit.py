@@ -7,12 +7,14 @@ would silently eat the trust region of the importance ratios.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from absl import logging
 
 from sao_jax.config import RunConfig
+from sao_jax.episode import Prompt
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation.fixed_policy import run_episodes
 from sao_jax.interrupt import Interrupt, Interrupted
@@ -37,14 +39,35 @@ class SamplerMismatch(ConfigError):
     )
 
 
+class Audit(NamedTuple):
+  """A comparison that passed.
+
+  Attributes:
+    worst: max |log-prob of the learner - log-prob of the sampler|; None where there was no sampled token to compare.
+    compared: episodes that were compared.
+    failures: what ended the other ones.
+  """
+
+  worst: float | None
+  compared: int
+  failures: list[Exception]
+
+  def __str__(self) -> str:
+    failed = f"; {len(self.failures)} failed, the first of {self.failures[0]}" if self.failures else ""
+    return f"{self.compared} episodes{failed}"
+
+
 def audit_sampler(
   config: RunConfig,
   learner: Learner,
   service: SamplerService,
   params: PyTree,
   interrupt: Interrupt | None = None,
-) -> float:
+) -> Audit:
   """Samples a few held-out episodes and compares the log-probs of sampler and learner on them, see `compare`.
+
+  Training prompts take the place of a held-out split without any. An episode that fails is left out: a faulty
+  environment says nothing about the sampler.
 
   Args:
     config: the run's configuration.
@@ -55,17 +78,20 @@ def audit_sampler(
 
   Raises:
     Interrupted: the process was asked to stop.
+    SamplerMismatch: they disagree.
   """
-  source = config.environment.prompts(config.environment.tokenizer(), "heldout", config.evaluation.seed)
-  count = min(AUDITED_EPISODES, config.sampler.num_slots, len(source))
-  prompts = [source[index] for index in range(count)]
+  # At most a batch, which is what the rows are sure to hold.
+  count = min(AUDITED_EPISODES, config.sampler.num_slots, config.rollout.batch_size)
   trajectories, failures = run_episodes(
-    config, service, prompts, temperature=config.sampler.temperature, interrupt=interrupt
+    config, service, _prompts(config, count), temperature=config.sampler.temperature, interrupt=interrupt
   )
-  if failures:
-    raise failures[0]
-  batch = packed_batch(learner, trajectories)
-  return compare(learner.policy.apply, params, batch.rows, config.training.audit_tolerance)
+
+  # What there is.
+  if not any(trajectory.num_sampled for trajectory in trajectories):
+    return Audit(None, 0, failures)
+  rows = packed_batch(learner, trajectories).rows
+  worst = compare(learner.policy.apply, params, rows, config.training.audit_tolerance)
+  return Audit(worst, len(trajectories), failures)
 
 
 def audit_at_start(
@@ -77,10 +103,22 @@ def audit_at_start(
     SamplerMismatch: they disagree.
   """
   try:
-    worst = audit_sampler(config, learner, service, params, interrupt)
+    audit = audit_sampler(config, learner, service, params, interrupt)
   except Interrupted:
     return  # nothing is trained any more
-  logging.info("Audit: sampler and learner log-probs agree to %.2g at lag 0.", worst)
+  if audit.worst is None:
+    logging.warning("Audit: sampler and learner were not compared, there was nothing to compare (%s).", audit)
+  else:
+    logging.info("Audit: sampler and learner log-probs agree to %.2g at lag 0 (%s).", audit.worst, audit)
+
+
+def _prompts(config: RunConfig, count: int) -> list[Prompt]:
+  """Takes the first held-out prompts, or training ones where there are none."""
+  tokenizer, environment = config.environment.tokenizer(), config.environment
+  source = environment.prompts(tokenizer, "heldout", config.evaluation.seed)
+  if not len(source):
+    source = environment.prompts(tokenizer, "train", config.training.seed)
+  return [source[index] for index in range(min(count, len(source)))]
 
 
 def compare(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch, tolerance: float) -> float:

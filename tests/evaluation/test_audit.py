@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ import pytest
 from toys import training_toy
 from toys.trajectories import make_trajectories
 
+from sao_jax.episode import EnvironmentFailure
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation import audit
+from sao_jax.interrupt import Interrupt
 from sao_jax.learner import placement, sampler_side, setup
 from sao_jax.learner.packing import pack
 from sao_jax.models.policy import make_policy_apply
@@ -86,3 +89,58 @@ def test_publishing_to_a_bf16_sampler_keeps_what_is_read_in_fp32():
   attention = {f"moe_layers/attention/{name}" for name in ("q_norm", "k_norm")}
   norms = {"final_norm", "moe_layers/attention_norm", "moe_layers/mlp_norm"}
   assert fp32 == attention | norms | {"moe_layers/moe/router"}
+
+
+class Flaky(training_toy.ParityEpisode):
+  """Fails on the tasks below a number."""
+
+  async def reset(self, prompt):
+    if prompt.data["number"] % 8 < prompt.data["failing"]:
+      raise EnvironmentFailure(self.name, "the server has gone")
+    return await super().reset(prompt)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlakyParity(training_toy.Parity):
+  """`failing` of eight tasks fail; the held-out split may be empty."""
+
+  failing: int = 0
+  heldout: bool = True
+  make = staticmethod(lambda tokenizer: Flaky())
+
+  def prompts(self, tokenizer, split, seed):
+    prompts = super().prompts(tokenizer, split, seed) if split == "train" or self.heldout else []
+    return [dataclasses.replace(prompt, data=prompt.data | {"failing": self.failing}) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def sampled():
+  """Learner, sampler and parameters of the toy run on one device; its batches hold four trajectories."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
+    config = training_toy.replace(training_toy.get_config(), rollout={"row_counts": (4,), "environment_retries": 0})
+    learner = setup.make_learner(config)
+    params = setup.init_policy_params(learner, 0)
+    with sampler_side.make_service(config, sampler_side.make_publisher(learner)(params), seed=0) as service:
+      yield config, learner, service, params
+
+
+@pytest.mark.parametrize(
+  "environment, compared, says",
+  [
+    (FlakyParity(), 4, r"agree to \S+ at lag 0 \(4 episodes\)"),
+    (FlakyParity(failing=1), 3, r"agree to \S+ at lag 0 \(3 episodes; 1 failed, the first of .*the server has gone"),
+    (FlakyParity(heldout=False), 4, r"agree to \S+ at lag 0 \(4 episodes\)"),
+    (FlakyParity(failing=8), 0, r"nothing to compare \(0 episodes; 4 failed, the first of .*the server has gone"),
+  ],
+)
+def test_the_audit_compares_what_there_is(sampled, caplog, environment, compared, says):
+  """A batch of four, one failing task in eight, no held-out split, no task that works."""
+  config, learner, service, params = sampled
+  config = dataclasses.replace(config, environment=environment)
+  found = audit.audit_sampler(config, learner, service, params)
+  assert found.compared == compared and (found.worst is None) == (compared == 0)
+  caplog.set_level("INFO", logger="absl")
+  audit.audit_at_start(config, learner, service, params, Interrupt())
+  assert re.search(says, caplog.records[-1].getMessage())
+  assert caplog.records[-1].levelname == ("INFO" if compared else "WARNING")

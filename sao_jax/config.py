@@ -196,7 +196,7 @@ class RolloutConfig:
   batch_size: PositiveInt = 128  # trajectories per train step
   group_size: PositiveInt = 1  # rollouts of each prompt; 1 is single-rollout
   admission_staleness: NonNegativeInt = 4  # eta: rollouts from start to step <= (eta + 1) * batch_size; 0: synchronous
-  max_staleness: Annotated[int, "[-1, inf)"] = 4  # tau: policy versions since the oldest token, at consumption; -1: any
+  max_staleness: Annotated[int, "[-1, inf)"] = 16  # tau: versions since the oldest token, at consumption; -1: any
   staleness: Literal["drop", "mask"] = "drop"  # what happens to a trajectory (its over-age tokens) beyond tau
   max_turns: PositiveInt = 50
   max_tokens: PositiveInt = 131_072  # sampled tokens per episode, which must also fit into contexts and rows

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sao_jax.benchmarks.event_model import Episode, LoopRecord, LoopSettings
 from sao_jax.benchmarks.sleeping import InstantSampler, Sleeping
 from sao_jax.config import RolloutConfig
 from sao_jax.data.prompts import PromptIterator, make_prompt_iterator
 from sao_jax.interrupt import Interrupt
 from sao_jax.rollout.buffer import TrajectoryBuffer
+from sao_jax.rollout.event_model import Episode, LoopRecord, LoopSettings
 from sao_jax.rollout.ledger import Ledger
 from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.training.rollouts import Rollouts
@@ -76,6 +76,7 @@ def run_loop(settings: LoopSettings, environment: Sleeping) -> LoopRecord:
     dropped=stats["dropped_stale"],
     failed=stats["failed_environment"] + stats["failed_infrastructure"],
     generated_latency=stats["mean_generated_latency"],
+    whole_latency=float("nan"),  # nobody knows how long a cancelled one would have taken
     used_latency=float(np.mean(used)),
   )
 

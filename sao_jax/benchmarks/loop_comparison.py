@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from sao_jax.benchmarks.async_loop import episodes, event_loop_gap, run_loop
-from sao_jax.benchmarks.event_model import LoopRecord, LoopSettings, simulate
 from sao_jax.benchmarks.scale import LoopScale, Scale
 from sao_jax.benchmarks.sleeping import Sleeping
+from sao_jax.rollout.event_model import LoopRecord, LoopSettings, simulate
 
 RAISING, HANGING = 0.05, 0.02  # fractions of the episodes
 POINT = ("sigma", "train_time", "slots", "eta", "tau")  # the settings that tell points apart

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from sao_jax.benchmarks.event_model import Episode
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.environments.base import Environment, StepResult
 from sao_jax.episode import Prompt, PromptKey
+from sao_jax.rollout.event_model import Episode
 from sao_jax.sampler.requests import Completion, GenerateRequest
 
 NUM_PROMPTS = 100_000

@@ -2,7 +2,7 @@
 
 It never blocks its producer; what bounds it is the ledger's admission. At consumption it holds the trainer to the
 staleness bound tau: a trajectory beyond it is dropped, or its over-age tokens are masked, and its capacity is given
-back.
+back. A rollout that is certain to be dropped is cancelled while it is in flight.
 
 Whatever reads tokens (checks, masks, lags) happens before or after the lock is held, never under it: a trajectory of a
 hundred thousand tokens must not hold up the event loop, nor the trainer.
@@ -13,12 +13,12 @@ from __future__ import annotations
 import collections
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from sao_jax.episode import Trajectory
 from sao_jax.rollout.evidence import RequiredExperts, check_trajectory
-from sao_jax.rollout.ledger import Finished, Ledger
+from sao_jax.rollout.ledger import Entry, Finished, Ledger
 from sao_jax.rollout.outcomes import BadEvidence, Outcome
 from sao_jax.rollout.staleness import decisive_version, is_stale, mask_over_age, mask_truncated
 from sao_jax.rollout.statistics import RolloutStatistics, Usage
@@ -94,13 +94,25 @@ class TrajectoryBuffer:
     check_trajectory(trajectory, self._required_experts)
     finished = self._measure(trajectory)
     with self.ledger.lock:
-      self.statistics.generated(trajectory, finished.num_sampled)
+      if trajectory.rollout_id in self.ledger.in_flight():  # else it was cancelled, and has been counted
+        self.statistics.generated(trajectory, finished.num_sampled)
       if not self._is_stale(finished):
         return self.ledger.finish(trajectory.rollout_id, finished)
       others = self.ledger.fail(trajectory.rollout_id, *self._stale())
       if others is not None:
         self._count_dropped([finished, *others])
       return False
+
+  def note_oldest(self, rollout_id: int, version: int | None) -> None:
+    """Notes the version of the first sampled token of a rollout in flight; None: an attempt begins. From any thread."""
+    with self.ledger.lock:
+      entry = self.ledger.in_flight().get(rollout_id)
+      if entry is None:
+        return  # its outcome is known already
+      entry.oldest = version
+      if version is None:
+        entry.began = self._clock()
+      self._cancel_doomed({rollout_id: entry})
 
   def take(self, batch_size: int, version: int, timeout: float | None = None) -> Any:
     """Waits for the `batch_size` trajectories that finished first and may be trained on at `version`.
@@ -225,6 +237,22 @@ class TrajectoryBuffer:
     stale = [number for number, finished in self.ledger.buffered().items() if self._is_stale(finished)]
     if stale:
       self._count_dropped(self.ledger.cancel(stale, *self._stale()))
+    self._cancel_doomed(self.ledger.in_flight())
+
+  def _cancel_doomed(self, in_flight: Mapping[int, Entry]) -> None:
+    """Under the lock: cancels what would be dropped for its age even if it finished at once.
+
+    With "mask" that is never certain: a rollout in flight may yet sample tokens of the newest version.
+    """
+    if self._staleness != "drop":
+      return
+    known = {number: entry for number, entry in in_flight.items() if entry.oldest is not None}
+    doomed = [n for n, entry in known.items() if is_stale(entry.oldest, self.version, self._max_staleness)]
+    if doomed:
+      for number in doomed:
+        self.statistics.cancelled(self._clock() - known[number].began)
+      outcome, reason = self._stale()
+      self._count_dropped(self.ledger.cancel(doomed, outcome, f"in flight, {reason}"))
 
   def _measure(self, trajectory: Trajectory) -> Finished:
     return Finished(trajectory, trajectory.num_sampled, decisive_version(trajectory, self._staleness))

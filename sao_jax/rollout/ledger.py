@@ -79,11 +79,15 @@ class Entry:
   Attributes:
     place: where it is.
     rollout: the attempt, as long as it is in flight: it may have to be made again.
+    began: seconds on the buffer's clock when the attempt began.
+    oldest: the policy version of its first sampled token; None before there is one.
     finished: the result, from then on.
   """
 
   place: Place
   rollout: Rollout | None = None
+  began: float = 0.0
+  oldest: int | None = None
   finished: Finished | None = None
 
 
@@ -205,6 +209,11 @@ class Ledger:
     """The finished rollouts in the buffer, those of incomplete groups too, by rollout id."""
     with self.lock:
       return {number: entry.finished for number, entry in self._entries.items() if entry.place is Place.BUFFERED}
+
+  def in_flight(self) -> dict[int, Entry]:
+    """The rollouts in flight, by rollout id."""
+    with self.lock:
+      return {number: entry for number, entry in self._entries.items() if entry.place is Place.IN_FLIGHT}
 
   # The way of a rollout: submit, start, then finish, fail or abort; what is finished: hand_out, then done.
 
@@ -328,7 +337,7 @@ class Ledger:
     """
     with self.lock:
       # What to roll out again, and what is there.
-      in_flight = {number: entry.rollout for number, entry in self._entries.items() if entry.place is Place.IN_FLIGHT}
+      in_flight = {number: entry.rollout for number, entry in self.in_flight().items()}
       unfinished = sorted((self._aborted | in_flight).items())
       finished = self._finished_in_order()
 

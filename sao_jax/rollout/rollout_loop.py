@@ -109,6 +109,7 @@ class RolloutLoop:
       retries=config.environment_retries,
       on_activity=self._activity.note,
       on_retry=self._count_retry,
+      on_oldest=buffer.note_oldest,
     )
 
     # The thread, its event loop, and the one that watches them.
@@ -328,7 +329,10 @@ class RolloutLoop:
 
   def _cancel(self, rollout_id: int) -> None:
     """Stops a rollout whose outcome is known already; from any thread."""
-    if threading.current_thread() is self._thread:  # at once: a round of a deterministic run must not begin with it
+    # At once, as a round of a deterministic run must not begin with it; but not in the middle of its own work, which it
+    # may just be reporting.
+    here = threading.current_thread() is self._thread
+    if here and self._tasks.get(rollout_id) is not asyncio.current_task():
       self._cancel_task(rollout_id)
     else:
       with contextlib.suppress(RuntimeError):  # the event loop has been closed, and its tasks have ended

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -27,6 +29,18 @@ class Sampler(Protocol):
   def release(self, session_id: int) -> None: ...
 
 
+class FirstCall:
+  """Passes its first call on; versions never decrease along a trajectory, so the first one is its oldest."""
+
+  def __init__(self, function: Callable[[int], None]):
+    self._function, self._called = function, False
+
+  def __call__(self, version: int) -> None:
+    if not self._called:
+      self._called = True
+      self._function(int(version))
+
+
 class EpisodeRunner:
   """Runs any number of rollouts at the same time, in one event loop."""
 
@@ -41,6 +55,7 @@ class EpisodeRunner:
     retries: int = 0,
     on_activity: Callable[[], None] = lambda: None,
     on_retry: Callable[[], None] = lambda: None,
+    on_oldest: Callable[[int, int | None], None] = lambda rollout_id, version: None,
   ):
     """Args:
     make_environment: a fresh environment for one episode.
@@ -51,10 +66,12 @@ class EpisodeRunner:
     retries: further attempts at a rollout after a failure that is retryable.
     on_activity: called whenever the sampler is called and has answered.
     on_retry: called before every further attempt.
+    on_oldest: called with the id of a rollout and the version of its first sampled token, as soon as that is known,
+      from any thread; with None when an attempt begins.
     """
     self._make_environment, self._sampler, self._limits = make_environment, sampler, limits
     self._temperature, self._timeout, self._retries = temperature, timeout, retries
-    self._on_activity, self._on_retry = on_activity, on_retry
+    self._on_activity, self._on_retry, self._on_oldest = on_activity, on_retry, on_oldest
     self._closing: set[asyncio.Task] = set()  # an event loop holds tasks only weakly
 
   async def run(self, rollout: Rollout) -> Trajectory:
@@ -74,11 +91,12 @@ class EpisodeRunner:
     # Nothing of an attempt before is used again.
     environment = self._new_environment(rollout.prompt.key.environment)
     session_id = self._sampler.new_session()
+    self._on_oldest(rollout.rollout_id, None)
     try:
       return await run_episode(
         environment,
         rollout.prompt,
-        self._generate,
+        functools.partial(self._generate, FirstCall(functools.partial(self._on_oldest, rollout.rollout_id))),
         rollout.rollout_id,
         self._limits,
         sample=rollout.sample,
@@ -94,10 +112,12 @@ class EpisodeRunner:
       self._closing.add(closing)
       closing.add_done_callback(self._closing.discard)
 
-  async def _generate(self, request: GenerateRequest) -> Completion:
+  async def _generate(self, on_oldest: FirstCall, request: GenerateRequest) -> Completion:
     self._on_activity()
-    completion = await self._sampler.generate(request)
+    completion = await self._sampler.generate(dataclasses.replace(request, on_sampled=on_oldest))
     self._on_activity()
+    if len(completion.policy_versions):  # not every sampler reports while it samples
+      on_oldest(completion.policy_versions[0])
     return completion
 
   def _new_environment(self, name: str) -> Environment:

@@ -21,11 +21,14 @@ SUMS = (
   "used_latency",
   "used_tokens",
   "masked_tokens",
+  "cancelled",
   "retries",
   "trainer_wait_seconds",
   "busy_slot_seconds",
   "slot_seconds",
 )
+
+RECENT = 512  # durations that are kept
 
 
 def length_bucket(num_sampled: int) -> int:
@@ -77,6 +80,9 @@ class RolloutStatistics:
 
   Dropping stale rollouts shortens the data: compare `used_latency / used` with `generated_latency / generated`, and
   the drop rate by length.
+
+  Attributes:
+    recent_seconds: durations of the rollouts that ended last, a bounded number of them.
   """
 
   def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -85,6 +91,7 @@ class RolloutStatistics:
     self._token_lags: collections.Counter[int] = collections.Counter()
     self._generated_lengths: collections.Counter[int] = collections.Counter()
     self._dropped_lengths: collections.Counter[int] = collections.Counter()
+    self.recent_seconds: collections.deque[float] = collections.deque(maxlen=RECENT)
     self._slots, self._busy, self._since = 0, 0, clock()
 
   def add(self, name: str, amount: float = 1) -> None:
@@ -96,7 +103,18 @@ class RolloutStatistics:
     self.add("generated")
     self.add("generated_latency", trajectory.info.get("latency", 0.0))
     self.add("generated_tokens", num_sampled)
+    self.recent_seconds.append(trajectory.info.get("latency", 0.0))
     self._generated_lengths[length_bucket(num_sampled)] += 1
+
+  def cancelled(self, seconds: float) -> None:
+    """Counts a rollout that was cancelled `seconds` after its start, since it had grown too old.
+
+    It counts as generated, or the mean over the generated ones would hide that the long ones are missing.
+    """
+    self.add("cancelled")
+    self.add("generated")
+    self.add("generated_latency", seconds)
+    self.recent_seconds.append(seconds)
 
   def dropped(self, num_sampled: int) -> None:
     """Counts a finished rollout that was dropped because of its age, or of its group's."""
@@ -149,6 +167,7 @@ class RolloutStatistics:
       "token_lags": sorted(self._token_lags.items()),
       "generated_lengths": sorted(self._generated_lengths.items()),
       "dropped_lengths": sorted(self._dropped_lengths.items()),
+      "recent_seconds": list(self.recent_seconds),
     }
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -157,3 +176,4 @@ class RolloutStatistics:
     self._token_lags = collections.Counter(dict(state["token_lags"]))
     self._generated_lengths = collections.Counter(dict(state["generated_lengths"]))
     self._dropped_lengths = collections.Counter(dict(state["dropped_lengths"]))
+    self.recent_seconds = collections.deque(state.get("recent_seconds", ()), maxlen=RECENT)  # early states have none

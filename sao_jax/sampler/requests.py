@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxtyping import Float, Int
 from numpy import ndarray
@@ -26,6 +26,8 @@ class GenerateRequest:
     temperature: 0 takes the most probable token, for evaluation only.
     keep_slot: True keeps the session for another turn, until `release`; False forgets it after this one.
     new_context: True replaces everything that the session holds by `new_token_ids` (for example a rewritten history).
+    on_sampled: called in the sampler's thread whenever tokens of the turn have been sampled, with the policy version
+      that sampled them; must not block. A sampler may leave it out, as all versions come with the completion.
 
   >>> request = GenerateRequest(session_id=0, rollout_id=7, new_token_ids=(1, 42, 3), max_tokens=16, stop_ids=(2,))
   >>> request_problem(request, vocab_size=64) is None
@@ -42,6 +44,7 @@ class GenerateRequest:
   temperature: float = 1.0
   keep_slot: bool = False
   new_context: bool = False
+  on_sampled: Callable[[int], None] = dataclasses.field(default=lambda version: None, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

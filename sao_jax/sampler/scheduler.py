@@ -305,6 +305,7 @@ class Scheduler:
         if experts is not None:
           session.keep_experts(len(session.token_ids) - 1, experts[:count, row])
         session.append(tokens[row][:count], logprobs[row][:count], dispatch.version)
+        turn.request.on_sampled(dispatch.version)
         if turn.finished:
           self._finish(session)
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from sao_jax.benchmarks import async_loop, loop_comparison, suites
-from sao_jax.benchmarks.event_model import Episode, LoopSettings, simulate
 from sao_jax.benchmarks.scale import QUICK
 from sao_jax.benchmarks.sleeping import InstantSampler, Sleeping
 from sao_jax.interrupt import Interrupt
+from sao_jax.rollout.event_model import Episode, LoopSettings, expect, simulate
 from sao_jax.training.rollouts import Rollouts
 
 
@@ -39,9 +39,28 @@ PINNED = {
 @pytest.mark.parametrize("point", PINNED)
 def test_model_against_pinned_values(point):
   sigma, train_time, slots, eta, tau = point
-  figures = simulate(LoopSettings(slots, eta, tau, train_time, 16, 400), log_normal(sigma)).figures()
+  settings = LoopSettings(slots, eta, tau, train_time, 16, 400, cancel=False)
+  figures = simulate(settings, log_normal(sigma)).figures()
   names = ("wall_seconds", "trainer_idle", "lag_mean", "lag_p95", "lag_max", "drop_rate", "used_over_generated_latency")
   assert [figures[name] for name in names] == pytest.approx(PINNED[point], abs=2e-6)
+
+
+def test_cancelling_what_is_too_old_frees_its_slot():
+  """Pinned by an independent simulation; letting the same episodes go on to their ends takes a quarter longer."""
+  figures = simulate(LoopSettings(16, 2, 4, 0.25, 16, 400), log_normal(1.5)).figures()
+  assert figures["wall_seconds"] == pytest.approx(318.869550) and figures["lag_mean"] == pytest.approx(1.016875)
+  assert figures["drop_rate"] == pytest.approx(0.058529, abs=1e-6) and figures["lag_max"] == 4
+  assert figures["used_over_generated_latency"] == pytest.approx(0.757397, abs=1e-6)
+
+
+def test_the_bound_of_sixteen_versions_hardly_biases_long_tailed_episodes_and_that_of_four_does():
+  draws = log_normal(1.0)
+  seconds = [next(draws).seconds for _ in range(512)]
+  wide, narrow = (
+    expect(LoopSettings(256, 4, tau, train_seconds=0.5, batch_size=128, steps=60), seconds) for tau in (16, 4)
+  )
+  assert wide.used_latency / wide.whole_latency > 0.9 and wide.dropped / wide.generated < 0.02
+  assert narrow.used_latency / narrow.whole_latency < 0.75 and narrow.dropped / narrow.generated > 0.08
 
 
 @pytest.mark.parametrize("slots", [1, 5, 8, 16])

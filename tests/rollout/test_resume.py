@@ -159,7 +159,9 @@ def test_a_state_of_before_the_ledger_goes_on():
   state, arrays_again = loop.state_dict()
   assert state["intake"].pop("group_size") == 1
   assert all(record.pop("sample") == 0 for record in state["trajectories"])
-  state["buffer"]["statistics"]["sums"] |= {
+  statistics = state["buffer"]["statistics"]
+  assert statistics.pop("recent_seconds") == [] and statistics["sums"].pop("cancelled") == 0
+  statistics["sums"] |= {
     name: saved["state"]["buffer"]["statistics"]["sums"][name] for name in ("slot_seconds", "busy_slot_seconds")
   }
   assert json.loads(json.dumps(state)) == saved["state"]

@@ -3,7 +3,8 @@
 A trainer needs `train_seconds` for `batch_size` trajectories, taken in the order in which they finished. An episode
 starts as soon as a slot is free and in flight + buffered + in training < (eta + 1) * batch_size. It counts as sampled
 by the version at its start. With eta = 0 this is the synchronous loop. A trajectory that is more than tau versions old
-is dropped. Dropped trajectories and failed episodes give their capacity back.
+is dropped, and an episode that has grown as old is cancelled. Dropped trajectories, cancelled episodes and failed ones
+give their capacity back.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ class LoopSettings:
     batch_size: trajectories per train step.
     steps: train steps.
     timeout: seconds after which an episode fails.
+    cancel: end episodes once they are too old; False lets them go on to their ends, to be dropped there.
   """
 
   slots: int
@@ -39,6 +41,7 @@ class LoopSettings:
   batch_size: int
   steps: int
   timeout: float = 3600.0
+  cancel: bool = True
 
 
 class Episode(NamedTuple):
@@ -57,10 +60,11 @@ class LoopRecord:
     wall_seconds: the run's duration.
     busy_slot_seconds: time in which slots held episodes, summed over slots.
     lags: int64 [n], versions between sampling and training, for every trajectory trained on.
-    generated: number of episodes that ended with a trajectory.
-    dropped: number of generated trajectories that became too old.
+    generated: number of episodes that ended with a trajectory, or were cancelled because of their age.
+    dropped: number of these that became too old.
     failed: number of episodes that ended without a trajectory.
-    generated_latency: mean seconds of the generated trajectories' episodes.
+    generated_latency: mean seconds of the generated episodes, as far as they went.
+    whole_latency: mean seconds that they would have taken to their ends.
     used_latency: mean seconds of the episodes trained on.
   """
 
@@ -72,6 +76,7 @@ class LoopRecord:
   dropped: int
   failed: int
   generated_latency: float
+  whole_latency: float
   used_latency: float
 
   def figures(self) -> dict[str, float]:
@@ -102,14 +107,22 @@ def simulate(settings: LoopSettings, episodes: Iterator[Episode]) -> LoopRecord:
   ends: list[tuple[float, int, int, Episode]] = []  # (time, number, version at the start, episode), a heap
   step_ends = float("inf")
   buffer: collections.deque[tuple[int, Episode]] = collections.deque()  # (version at the start, episode)
-  generated, used, lags, dropped, started = [], [], [], 0, 0
+  generated, whole, used, lags, dropped, started = [], [], [], [], 0, 0
+  oldest = 0  # the oldest version that may still be trained on
 
   while version < settings.steps:
-    # All that happens at this moment: drop what is too old, begin a train step, start episodes.
-    if settings.max_staleness >= 0:
-      fresh = [item for item in buffer if version - item[0] <= settings.max_staleness]
-      dropped += len(buffer) - len(fresh)
-      buffer = collections.deque(fresh)
+    # All that happens at this moment: drop what has become too old, begin a train step, start episodes.
+    if 0 <= settings.max_staleness < version - oldest:
+      oldest = version - settings.max_staleness
+      fresh = [item for item in buffer if item[0] >= oldest]
+      doomed = [item for item in ends if settings.cancel and item[2] < oldest]
+      dropped += len(buffer) - len(fresh) + len(doomed)
+      buffer, running = collections.deque(fresh), running - len(doomed)
+      if doomed:
+        ends = [item for item in ends if item[2] >= oldest]
+        heapq.heapify(ends)
+      generated += [episode.seconds - (end - now) for end, _, _, episode in doomed]
+      whole += [episode.seconds for _, _, _, episode in doomed]
     if not in_training and len(buffer) >= settings.batch_size:
       taken = [buffer.popleft() for _ in range(settings.batch_size)]
       lags += [version - start for start, _ in taken]
@@ -132,7 +145,11 @@ def simulate(settings: LoopSettings, episodes: Iterator[Episode]) -> LoopRecord:
         failed += 1
       else:
         generated.append(episode.seconds)
-        buffer.append((start, episode))
+        whole.append(episode.seconds)
+        if start >= oldest:
+          buffer.append((start, episode))
+        else:
+          dropped += 1
     else:
       version, in_training, step_ends = version + 1, 0, float("inf")
 
@@ -145,5 +162,14 @@ def simulate(settings: LoopSettings, episodes: Iterator[Episode]) -> LoopRecord:
     dropped=dropped,
     failed=failed,
     generated_latency=float(np.mean(generated)),
+    whole_latency=float(np.mean(whole)),
     used_latency=float(np.mean(used)),
   )
+
+
+def expect(settings: LoopSettings, seconds: Sequence[float]) -> LoopRecord:
+  """Plays a run of episodes that take as long as those seen, drawn from `seconds` with replacement and a fixed seed."""
+  draws = np.random.default_rng(0)
+  seen = np.asarray(seconds, np.float64)
+  episodes = (Episode(float(each)) for _ in iter(int, 1) for each in draws.choice(seen, 1024))
+  return simulate(settings, episodes)

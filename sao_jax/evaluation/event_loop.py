@@ -36,8 +36,8 @@ def run_in_background(
   """
   # The coroutine lives in an event loop of its own, in a thread that no exit waits for.
   event_loop = asyncio.new_event_loop()
-  task = event_loop.create_task(coroutine)
-  thread = threading.Thread(target=_serve, args=(event_loop, task), name="episodes", daemon=True)
+  task, left = event_loop.create_task(coroutine), []
+  thread = threading.Thread(target=_serve, args=(event_loop, task, left), name="episodes", daemon=True)
   thread.start()
 
   # This thread looks around until it ends, and cancels it on the way out of an exception.
@@ -53,13 +53,21 @@ def run_in_background(
       event_loop.call_soon_threadsafe(task.cancel)
       thread.join(3 * PATIENCE)
 
+  if left:
+    raise left[0]
   return task.result()
 
 
-def _serve(event_loop: asyncio.AbstractEventLoop, task: asyncio.Task) -> None:
+def _serve(event_loop: asyncio.AbstractEventLoop, task: asyncio.Task, left: list[BaseException]) -> None:
   # Not asyncio.run, which waits for tasks and threads that hang.
   try:
-    event_loop.run_until_complete(asyncio.wait({task}))
+    # SystemExit and KeyboardInterrupt of any task leave the event loop: the first one ends the coroutine, in order.
+    while not task.done():
+      try:
+        event_loop.run_until_complete(asyncio.wait({task}))
+      except BaseException as error:
+        left.append(error)
+        task.cancel()
     for cancel in (False, True):
       rest = asyncio.all_tasks(event_loop)
       if cancel:

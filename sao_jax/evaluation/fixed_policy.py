@@ -11,9 +11,11 @@ from sao_jax.config import RunConfig
 from sao_jax.episode import EnvironmentFailure, Prompt, Trajectory
 from sao_jax.evaluation.event_loop import run_in_background
 from sao_jax.interrupt import StopSignal
+from sao_jax.rollout.calls import call_environment, failures_of, make_environment
 from sao_jax.rollout.ledger import Rollout
+from sao_jax.rollout.loop_clock import LoopClock
 from sao_jax.rollout.outcomes import BadEvidence, PromptTooLong, RolloutSilent
-from sao_jax.rollout.run_episode import EpisodeLimits, within
+from sao_jax.rollout.run_episode import EpisodeLimits
 from sao_jax.rollout.runner import EpisodeRunner
 from sao_jax.rollout.watchdog import Activity, describe_tasks
 from sao_jax.sampler.service import SamplerService
@@ -112,16 +114,26 @@ def check_prompts(config: RunConfig) -> None:
   """
   tokenizer = config.environment.tokenizer()
 
+  async def read(prompt: Prompt, clock: LoopClock) -> int:
+    """Returns the length of a prompt, as a fresh environment poses it."""
+    name, seconds = prompt.key.environment, config.rollout.environment_timeout
+    environment = make_environment(lambda: config.environment.make(tokenizer), name, seconds, clock)
+    try:
+      ids = await call_environment(lambda: environment.reset(prompt), name, "reset", seconds, clock)
+      with failures_of(name, "reading the prompt"):
+        return len(ids)
+    finally:
+      await call_environment(lambda: environment.close(), name, "close", seconds, clock)
+
   async def check(split: str, seed: int) -> None:
+    clock = LoopClock().start()
     source = config.environment.prompts(tokenizer, split, seed)
     for index in range(min(CHECKED_PROMPTS, len(source))):
       prompt = source[index]
       try:
-        environment = config.environment.make(tokenizer)
-        length = len(await within(config.rollout.environment_timeout, environment.reset(prompt)))
-        await within(config.rollout.environment_timeout, environment.close())
-      except Exception as failure:  # the run itself retries, counts and in the end reports failures
-        logging.warning("prompt %s could not be checked: %r", tuple(prompt.key), failure)
+        length = await read(prompt, clock)
+      except EnvironmentFailure as failure:  # the run itself retries, counts and in the end reports failures
+        logging.warning("prompt %s could not be checked: %s", tuple(prompt.key), failure)
         continue
       if length >= config.sampler.context_length:
         raise PromptTooLong(length, config.sampler.context_length, str(tuple(prompt.key)))

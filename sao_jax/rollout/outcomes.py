@@ -48,6 +48,12 @@ class EnvironmentTimeout(InfrastructureFailure):
   """A call to the environment took longer than `rollout.environment_timeout`."""
 
 
+class EventLoopBlocked(EnvironmentTimeout):
+  """A call to the environment held the event loop, in which all episodes run, for longer than it may take."""
+
+  retryable_by_default = False
+
+
 class UnexpectedFailure(EnvironmentFailure):
   """An environment raised an exception that the contract does not know: discarded and logged as an error."""
 

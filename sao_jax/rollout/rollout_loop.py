@@ -28,6 +28,7 @@ from sao_jax.episode import EnvironmentFailure
 from sao_jax.rollout.buffer import Snapshot, TrajectoryBuffer
 from sao_jax.rollout.ledger import PromptStream, Rollout
 from sao_jax.rollout.lockstep import LockStep
+from sao_jax.rollout.loop_clock import LoopClock
 from sao_jax.rollout.outcomes import (
   BadEvidence,
   EnvironmentDown,
@@ -48,7 +49,6 @@ from sao_jax.rollout.watchdog import Activity, Watchdog, describe_tasks, describ
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT = 0.05  # seconds between two looks of the event loop at the clock
 IDLE_POLL = 0.5  # seconds between two looks at errors while the trainer waits until nothing is in flight
 
 
@@ -99,7 +99,7 @@ class RolloutLoop:
 
     # How one rollout is run.
     self._sampler = self._lockstep or sampler
-    self._activity = Activity()
+    self._activity, self._clock = Activity(), LoopClock()
     self._runner = EpisodeRunner(
       make_environment,
       self._sampler,
@@ -107,6 +107,7 @@ class RolloutLoop:
       temperature=temperature,
       timeout=config.environment_timeout,
       retries=config.environment_retries,
+      clock=self._clock,
       on_activity=self._activity.note,
       on_retry=self._count_retry,
       on_oldest=buffer.note_oldest,
@@ -115,7 +116,6 @@ class RolloutLoop:
     # The thread, its event loop, and the one that watches them.
     self._tasks: dict[int, asyncio.Task] = {}
     self._event_loop: asyncio.AbstractEventLoop | None = None
-    self._event_loop_gap = 0.0
     self._stopping = False
     self._thread = threading.Thread(target=self._run_thread, name="rollout", daemon=True)
     self._watchdog_seconds = watchdog_seconds
@@ -180,16 +180,15 @@ class RolloutLoop:
         raise TimeoutError(f"rollouts are under way after {timeout} s: {self.ledger.counters()}")
 
   def stats(self) -> dict[str, Any]:
-    """Counters by place, outcome and reason, statistics of the run, the largest event-loop gap since the last call.
+    """Counters by place, outcome and reason, statistics, the event loop's longest standstill since the last call.
 
     Checks the identity of the counters.
     """
     with self.ledger.lock:
       counters, capacity = self.ledger.counters(), self.ledger.capacity
       summary = self.buffer.statistics.summary()
-      gap, self._event_loop_gap = self._event_loop_gap, 0.0
     check_identity(counters)
-    return {**counters, **summary, "max_event_loop_gap": gap, "capacity": capacity}
+    return {**counters, **summary, "max_event_loop_gap": self._clock.take_longest(), "capacity": capacity}
 
   def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Returns (JSON, numpy arrays): everything needed to go on, taken at one instant.
@@ -220,10 +219,13 @@ class RolloutLoop:
   def _run_thread(self) -> None:
     # Not asyncio.run, which at the end would wait for tasks and executor threads that hang.
     event_loop = asyncio.new_event_loop()
+    main = event_loop.create_task(self._main())
     try:
-      event_loop.run_until_complete(self._main())
-    except BaseException as error:  # SystemExit in a task gets past _main
-      self._fail(error)
+      while not main.done():
+        try:
+          event_loop.run_until_complete(main)
+        except BaseException as error:  # SystemExit of a task leaves the event loop, which then ends in order
+          self._fail(error)
     finally:
       event_loop.close()
 
@@ -232,7 +234,7 @@ class RolloutLoop:
     self._awake = asyncio.Event()
     self._event_loop = asyncio.get_running_loop()
     self.ledger.on_capacity, self.ledger.on_cancel = self._wake, self._cancel
-    heartbeat = asyncio.create_task(self._heartbeat())
+    self._clock.start()
 
     try:
       while not self._stopping and self.error is None:
@@ -244,25 +246,20 @@ class RolloutLoop:
     finally:
       # Nobody wakes it any more: what runs is aborted.
       self.ledger.on_capacity, self.ledger.on_cancel = lambda: None, lambda rollout_id: None
-      tasks = {heartbeat, *self._tasks.values()}
-      for task in tasks:
+      for task in self._tasks.values():
         task.cancel()
-      await asyncio.wait(tasks, timeout=5.0)
+      if self._tasks:
+        await asyncio.wait(set(self._tasks.values()), timeout=5.0)
       self.ledger.abort_waiting()
 
       # Environments that are being closed, and calls that were given up; some of them may never end.
       if rest := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(rest, timeout=1.0)
 
-  async def _heartbeat(self) -> None:
-    while True:
-      began = time.monotonic()
-      await asyncio.sleep(HEARTBEAT)
-      self._event_loop_gap = max(self._event_loop_gap, time.monotonic() - began - HEARTBEAT)
-
   def _start_rollouts(self) -> None:
     while len(self._tasks) < self._max_in_flight:
-      rollout = self.ledger.start(self._prompts)
+      with self._clock.holding("drawing a prompt"):
+        rollout = self.ledger.start(self._prompts)
       if rollout is None:
         break
       task = asyncio.create_task(self._run(rollout), name=f"rollout {rollout.rollout_id}")
@@ -280,7 +277,8 @@ class RolloutLoop:
     """One rollout, into the buffer or to its outcome; when it raises or is cancelled instead, it is aborted."""
     try:
       trajectory = await self._runner.run(rollout)
-      self.buffer.put(trajectory)
+      with self._clock.holding("checking trajectories"):
+        self.buffer.put(trajectory)
       self._consecutive_failures[rollout.prompt.key.environment] = 0
 
     # A fault of the environment costs its rollout, and is worth a traceback where nobody expected it.

@@ -5,7 +5,6 @@ Both are arguments and speak token ids, so neither has to live in this process.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import numbers
 import time
@@ -16,11 +15,13 @@ import numpy as np
 
 from sao_jax.config import RolloutConfig
 from sao_jax.environments.base import Environment, StepResult, check_step_result, check_token_ids
-from sao_jax.episode import EnvironmentFailure, InfrastructureFailure, Prompt, Status, Trajectory
+from sao_jax.episode import EnvironmentFailure, Prompt, Status, Trajectory
 from sao_jax.rewards.scalar import check_reward
 from sao_jax.rollout.builder import TrajectoryBuilder
+from sao_jax.rollout.calls import call_environment, failures_of
 from sao_jax.rollout.evidence import check_completion, check_routed_experts
-from sao_jax.rollout.outcomes import EnvironmentTimeout, PromptTooLong, UnexpectedFailure
+from sao_jax.rollout.loop_clock import LoopClock
+from sao_jax.rollout.outcomes import PromptTooLong
 from sao_jax.sampler.requests import Completion, GenerateRequest
 
 T = TypeVar("T")
@@ -89,6 +90,7 @@ async def run_episode(
   sample: int = 0,
   temperature: float = 1.0,
   timeout: float = 30.0,
+  clock: LoopClock | None = None,
 ) -> Trajectory:
   """Runs one episode.
 
@@ -106,6 +108,7 @@ async def run_episode(
     sample: its number among the rollouts of the prompt.
     temperature: sampling temperature.
     timeout: seconds for one call of the environment.
+    clock: beats in the running event loop; None makes one.
 
   Raises:
     EnvironmentFailure: the environment failed, timed out or returned garbage.
@@ -114,7 +117,7 @@ async def run_episode(
   """
   # Pose the task.
   began = time.monotonic()
-  caller = _EnvironmentCaller(environment, timeout, limits.vocab_size)
+  caller = _EnvironmentCaller(environment, prompt, timeout, limits.vocab_size, clock or LoopClock().start())
   prompt_ids = await caller.reset(prompt)
   if len(prompt_ids) >= limits.context_length:
     raise PromptTooLong(len(prompt_ids), limits.context_length, str(tuple(prompt.key)))
@@ -126,7 +129,7 @@ async def run_episode(
   while status is None:
     # The policy acts.
     cap = limits.turn_cap(builder)
-    stop_ids = tuple(environment.stop_ids)
+    stop_ids = caller.stop_ids()
     request = GenerateRequest(
       session_id=session_id,
       rollout_id=rollout_id,
@@ -174,75 +177,42 @@ async def run_episode(
 class _EnvironmentCaller:
   """Calls an environment with a time-out, and turns whatever goes wrong into an `EnvironmentFailure`."""
 
-  def __init__(self, environment: Environment, timeout: float, vocab_size: int):
-    self._environment, self._timeout, self._vocab_size = environment, timeout, vocab_size
-    self._name = environment.name
+  def __init__(self, environment: Environment, prompt: Prompt, timeout: float, vocab_size: int, clock: LoopClock):
+    self._environment, self._timeout, self._vocab_size, self._clock = environment, timeout, vocab_size, clock
+    self._name = prompt.key.environment
     self.seconds = 0.0
 
   async def reset(self, prompt: Prompt) -> np.ndarray:
     # Nothing has been sampled yet, so a fresh instance may try again, whatever hung.
     ids = await self._call("reset", lambda: self._environment.reset(prompt), retryable=True)
-    ids = check_token_ids(ids, environment=self._name, vocab_size=self._vocab_size, what="the prompt")
+    with failures_of(self._name, "reading the prompt"):
+      ids = check_token_ids(ids, environment=self._name, vocab_size=self._vocab_size, what="the prompt")
     if not len(ids):
       raise EnvironmentFailure(self._name, "the prompt is empty")
     return ids
 
+  def stop_ids(self) -> tuple[int, ...]:
+    with failures_of(self._name, "reading stop_ids"):
+      return tuple(self._environment.stop_ids)
+
   async def step(self, action_ids: np.ndarray) -> StepResult:
     # A copy: what an environment does to its argument must not reach the trajectory.
     result = await self._call("step", lambda: self._environment.step(action_ids.copy()))
-    result = check_step_result(result, environment=self._name, vocab_size=self._vocab_size)
-    info = result.info
-    if not isinstance(info, dict) or not all(isinstance(value, numbers.Real) for value in info.values()):
-      raise EnvironmentFailure(self._name, f"info must map names to numbers, got {info!r:.80}")
+    with failures_of(self._name, "reading the answer of step"):
+      result = check_step_result(result, environment=self._name, vocab_size=self._vocab_size)
+      info = result.info
+      if not isinstance(info, dict) or not all(isinstance(value, numbers.Real) for value in info.values()):
+        raise EnvironmentFailure(self._name, f"info must map names to numbers, got {info!r:.80}")
     return result
 
   async def on_truncated(self, status: Status) -> float:
-    return check_reward(await self._call("on_truncated", lambda: self._environment.on_truncated(status)), self._name)
+    reward = await self._call("on_truncated", lambda: self._environment.on_truncated(status))
+    with failures_of(self._name, "reading the reward of on_truncated"):
+      return check_reward(reward, self._name)
 
   async def _call(self, method: str, call: Callable[[], Awaitable[T]], *, retryable: bool = False) -> T:
     began = time.monotonic()
     try:
-      return await within(self._timeout, call())
-    except EnvironmentFailure:
-      raise
-    except TimeoutWithin:
-      problem = f"{method} took longer than {self._timeout} s"
-      raise EnvironmentTimeout(self._name, problem, retryable=retryable) from None
-    except OSError as error:  # connections, pipes, files, processes
-      raise InfrastructureFailure(self._name, f"{method} raised {type(error).__name__}: {error}") from error
-    except Exception as error:
-      raise UnexpectedFailure(self._name, f"{method} raised {type(error).__name__}: {error}") from error
+      return await call_environment(call, self._name, method, self._timeout, self._clock, retryable=retryable)
     finally:
       self.seconds += time.monotonic() - began
-
-
-class TimeoutWithin(Exception):
-  """`within` gave up; a type of its own, because a TimeoutError may come from inside the awaited call."""
-
-
-async def within(seconds: float, awaitable: Awaitable[T]) -> T:
-  """Awaits for at most `seconds`, then cancels it and goes on even if it does not obey (asyncio.wait_for would wait).
-
-  Raises:
-    TimeoutWithin: when the time is over.
-  """
-  task = asyncio.create_task(_contained(awaitable), name=f"{asyncio.current_task().get_name()}, call")
-  try:
-    done, _ = await asyncio.wait({task}, timeout=seconds)
-    if not done:
-      raise TimeoutWithin
-    if task.cancelled():  # by itself; from here on it would look like a cancellation of the caller
-      raise RuntimeError("the call cancelled itself")
-    return task.result()
-  finally:
-    if not task.done():
-      task.cancel()
-      task.add_done_callback(lambda task: task.cancelled() or task.exception())  # what it raises later has no reader
-
-
-async def _contained(awaitable: Awaitable[T]) -> T:
-  """Awaits; an attempt to leave the interpreter, which would end the event loop, becomes an ordinary error."""
-  try:
-    return await awaitable
-  except (KeyboardInterrupt, SystemExit) as error:
-    raise RuntimeError(f"the call tried to leave the interpreter with {error!r}") from error

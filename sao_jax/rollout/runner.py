@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from sao_jax.environments.base import Environment
-from sao_jax.episode import EnvironmentFailure, InfrastructureFailure, Trajectory
+from sao_jax.episode import EnvironmentFailure, Trajectory
+from sao_jax.rollout.calls import call_environment, make_environment
 from sao_jax.rollout.ledger import Rollout
-from sao_jax.rollout.outcomes import UnexpectedFailure
-from sao_jax.rollout.run_episode import EpisodeLimits, TimeoutWithin, run_episode, within
+from sao_jax.rollout.loop_clock import LoopClock
+from sao_jax.rollout.run_episode import EpisodeLimits, run_episode
 from sao_jax.sampler.requests import Completion, GenerateRequest
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,11 @@ class FirstCall:
 
 
 class EpisodeRunner:
-  """Runs any number of rollouts at the same time, in one event loop."""
+  """Runs any number of rollouts at the same time, in one event loop.
+
+  Attributes:
+    closing: the tasks that close environments; an episode's end does not wait for its own.
+  """
 
   def __init__(
     self,
@@ -53,6 +58,7 @@ class EpisodeRunner:
     temperature: float = 1.0,
     timeout: float = 30.0,
     retries: int = 0,
+    clock: LoopClock | None = None,
     on_activity: Callable[[], None] = lambda: None,
     on_retry: Callable[[], None] = lambda: None,
     on_oldest: Callable[[int, int | None], None] = lambda rollout_id, version: None,
@@ -64,6 +70,7 @@ class EpisodeRunner:
     temperature: of sampling.
     timeout: seconds for one call of an environment.
     retries: further attempts at a rollout after a failure that is retryable.
+    clock: measures the event loop; None makes one.
     on_activity: called whenever the sampler is called and has answered.
     on_retry: called before every further attempt.
     on_oldest: called with the id of a rollout and the version of its first sampled token, as soon as that is known,
@@ -71,11 +78,13 @@ class EpisodeRunner:
     """
     self._make_environment, self._sampler, self._limits = make_environment, sampler, limits
     self._temperature, self._timeout, self._retries = temperature, timeout, retries
+    self._clock = clock or LoopClock()
     self._on_activity, self._on_retry, self._on_oldest = on_activity, on_retry, on_oldest
-    self._closing: set[asyncio.Task] = set()  # an event loop holds tasks only weakly
+    self.closing: set[asyncio.Task] = set()  # an event loop holds tasks only weakly
 
   async def run(self, rollout: Rollout) -> Trajectory:
     """One rollout. Raises what `run_episode` raises, after the last attempt."""
+    self._clock.start()
     for attempt in range(self._retries):
       try:
         return await self._attempt(rollout)
@@ -89,7 +98,8 @@ class EpisodeRunner:
 
   async def _attempt(self, rollout: Rollout) -> Trajectory:
     # Nothing of an attempt before is used again.
-    environment = self._new_environment(rollout.prompt.key.environment)
+    name = rollout.prompt.key.environment
+    environment = make_environment(self._make_environment, name, self._timeout, self._clock)
     session_id = self._sampler.new_session()
     self._on_oldest(rollout.rollout_id, None)
     try:
@@ -103,14 +113,15 @@ class EpisodeRunner:
         session_id=session_id,
         temperature=self._temperature,
         timeout=self._timeout,
+        clock=self._clock,
       )
     finally:
       self._sampler.release(session_id)
 
       # In a task of its own: a slow close holds no rollout's place.
-      closing = asyncio.create_task(self._close(environment))
-      self._closing.add(closing)
-      closing.add_done_callback(self._closing.discard)
+      closing = asyncio.create_task(self._close(environment, name), name=f"closing of rollout {rollout.rollout_id}")
+      self.closing.add(closing)
+      closing.add_done_callback(self.closing.discard)
 
   async def _generate(self, on_oldest: FirstCall, request: GenerateRequest) -> Completion:
     self._on_activity()
@@ -120,20 +131,8 @@ class EpisodeRunner:
       on_oldest(completion.policy_versions[0])
     return completion
 
-  def _new_environment(self, name: str) -> Environment:
+  async def _close(self, environment: Environment, name: str) -> None:
     try:
-      return self._make_environment()
-    except EnvironmentFailure:
-      raise
-    except OSError as error:
-      raise InfrastructureFailure(name, f"it could not be made: {type(error).__name__}: {error}") from error
-    except (Exception, SystemExit) as error:
-      raise UnexpectedFailure(name, f"it could not be made: {type(error).__name__}: {error}") from error
-
-  async def _close(self, environment: Environment) -> None:
-    try:
-      await within(self._timeout, environment.close())
-    except TimeoutWithin:
-      log.warning("environment %r did not close within %s s", environment.name, self._timeout)
-    except Exception:
-      log.warning("environment %r failed to close", environment.name, exc_info=True)
+      await call_environment(lambda: environment.close(), name, "close", self._timeout, self._clock)
+    except EnvironmentFailure as failure:
+      log.warning("an environment was not closed: %s", failure, exc_info=failure.__cause__ is not None)

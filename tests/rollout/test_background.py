@@ -27,6 +27,7 @@ from sao_jax.training.rollouts import Rollouts
 
 DEADLINE = 5.0  # seconds from the fault to the main loop
 HEARTBEAT_GAP = 0.1  # seconds
+PANIC = "UnexpectedFailure(OriginalBase)"  # the reason that such a rollout is counted under
 
 
 class Original(Exception):
@@ -104,8 +105,8 @@ def test_what_an_environment_raises_costs_rollouts_and_in_the_end_the_run(method
   loop = make_loop(make, slots=1, max_consecutive_failures=3)
   with Running(loop):
     caught = caught_by_the_main_loop(loop)
-  if isinstance(error, OriginalBase) or (method == "make" and isinstance(error, KeyboardInterrupt)):
-    assert caught is error  # nothing that an environment may ever raise: the run stops
+  if isinstance(error, SystemExit | KeyboardInterrupt):
+    assert caught is error  # they keep their meaning
     return
   assert isinstance(caught, EnvironmentDown) and "3 rollouts failed in a row" in str(caught)
   chain = [caught]
@@ -115,21 +116,53 @@ def test_what_an_environment_raises_costs_rollouts_and_in_the_end_the_run(method
   assert loop.stats()["failed_environment"] + loop.stats()["failed_infrastructure"] == 3
 
 
-def test_a_tool_that_leaves_the_interpreter_costs_its_own_rollouts_only():
+@pytest.mark.parametrize("method", ["make", "reset", "step", "on_truncated", "close"])
+def test_a_panic_that_is_no_exception_costs_one_rollout_wherever_it_happens(method, caplog):
   made = []
 
   def make():
     made.append(None)
-    faults = {"step": raising(SystemExit(2))} if len(made) % 3 == 0 else {}
-    return FakeEnvironment(faults=faults | {"close": raising(SystemExit(1))})
+    broken = len(made) % 4 == 2
+    if broken and method == "make":
+      raise OriginalBase("here")
+    return FakeEnvironment(turns=99, faults={method: raising(OriginalBase("here"))} if broken else {})
 
   sampler = FakeSampler()
-  with Running(make_loop(make, sampler, admission_staleness=0)) as loop:
+  with Running(make_loop(make, sampler, admission_staleness=0, slots=1)) as loop:
     for version in range(3):
       assert len(Rollouts(loop, 4, Interrupt()).take(version)) == 4
       loop.on_version(version + 1)
-    stats = loop.stats()
-  assert stats["trained"] == 12 and stats["failed_environment/UnexpectedFailure(RuntimeError)"] >= 4
+  stats = loop.stats()
+  assert stats["failed_environment"] == stats.get(f"failed_environment/{PANIC}", 0)
+  assert stats["trained"] == 12 and (stats["failed_environment"] >= 3) == (method != "close")
+  assert any("here" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("method", ["reset", "close"])
+def test_an_environment_that_leaves_the_interpreter_ends_the_run_in_order(method):
+  error = SystemExit(3)
+  waiting = []
+
+  async def leave():
+    while len(waiting) < 2:
+      await asyncio.sleep(0.001)
+    raise error
+
+  async def wait():
+    waiting.append(None)
+    await asyncio.sleep(3600)
+
+  def make():
+    made.append(FakeEnvironment(turns=1, faults={method: leave} if not made else {"step": wait}))
+    return made[-1]
+
+  made = []
+  loop = make_loop(make, slots=3)
+  with Running(loop):
+    assert caught_by_the_main_loop(loop) is error
+  stats = loop.stats()
+  assert stats["in_flight"] == 0 and stats["aborted"] >= 2  # they are saved, to be rolled out again
+  assert all(environment.closed for environment in made)
 
 
 class Engine(FakeEngine):

@@ -197,7 +197,7 @@ def test_a_failing_or_hanging_close_holds_up_nobody(caplog):
   with Running(make_loop(make, sampler, slots=2, environment_timeout=0.2)) as loop:
     train(loop, sampler, 3)
   assert loop.stats()["trained"] == 12
-  assert any("failed to close" in record.message for record in caplog.records)
+  assert any("was not closed: environment 'fake': close raised" in record.message for record in caplog.records)
 
 
 class Original(Exception):

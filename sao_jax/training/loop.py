@@ -158,7 +158,7 @@ def _run(
     evaluation.begin(step, version, weights, measured=evaluated_versions(workdir, phase.name))
 
     # From here on rollouts run in their threads, and what was trained is saved if anything fails.
-    saver = Saver(checkpointer, phase, rollouts, log, critic_pretrained=start.critic_pretrained)
+    saver = Saver(checkpointer, phase, rollouts, log, start)
     saver.end_step(step, state)
     with rollouts, saver:
       while not phases.ended(config, phase, step, log.history[EXPLAINED_VARIANCE]):

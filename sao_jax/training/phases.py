@@ -13,7 +13,6 @@ from absl import logging
 
 from sao_jax.checkpoints.checkpointer import Checkpointer, load_host_state, load_params
 from sao_jax.config import RunConfig
-from sao_jax.configuration.paths import expand
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import is_hf_folder
 from sao_jax.huggingface.load import import_policy
@@ -21,11 +20,20 @@ from sao_jax.learner.lora_start import add_fresh_lora, check_lora_scale
 from sao_jax.learner.setup import Learner, abstract_state, init_policy_params, make_state, sharded_specs
 from sao_jax.models.critic import critic_params_from_policy
 from sao_jax.models.lora import merge_lora
+from sao_jax.training.origins import (
+  Origin,
+  latest_step,
+  policy_origin,
+  warn_if_overtaken,
+  warn_of_later_phases,
+  warn_without_imitation,
+)
 from sao_jax.types import PyTree, TrainState
 
 PHASES = SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"
 EXPLAINED_VARIANCE = "explained_variance"  # the metric by which value pretraining ends
 CRITIC_PRETRAINED = "critic_pretrained"  # in the host state of a checkpoint: how RL began
+POLICY_ORIGIN = "policy_origin"  # in the host state, too: the name of the policy's `Origin`
 BASE = "base"  # no phase: what model.checkpoint names
 
 
@@ -73,6 +81,7 @@ class Start:
     rollouts: state of the rollout side, as (JSON, arrays); None at the beginning.
     explained_variance: one number for every step done.
     critic_pretrained: True if the critic had been trained when the phase began; stays what it was on resume.
+    policy_origin: name of the origin of the policy that the phase began from; None where an old checkpoint lacks it.
   """
 
   step: int
@@ -80,6 +89,7 @@ class Start:
   rollouts: Sequence[Any] | None = None
   explained_variance: Sequence[float] = ()
   critic_pretrained: bool = False
+  policy_origin: str | None = None
 
   @property
   def restored_step(self) -> int | None:
@@ -136,33 +146,16 @@ def ended(config: RunConfig, phase: Phase, step: int, explained_variance: Sequen
   return step >= phase.steps or (phase.until_plateau and plateaued(config, step, explained_variance))
 
 
-def latest_step(directory: pathlib.Path) -> int | None:
-  """Returns the step of the newest checkpoint; None without one."""
-  if not directory.is_dir():
-    return None
-  with Checkpointer(directory) as checkpointer:
-    return checkpointer.latest_step()
-
-
 def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, earlier: Sequence[str]) -> PyTree:
-  """Loads or makes the policy that a phase starts from.
-
-  It comes from the first of the `earlier` phases with a checkpoint, else from model.checkpoint, else it is random.
-  """
-  folders = [workdir / name for name in earlier]
-  if config.model.checkpoint:
-    folders.append(expand(config.model.checkpoint))
-
-  for folder in folders:
-    if is_hf_folder(folder):
-      logging.info("The policy starts from %s.", folder)
-      return add_fresh_lora(learner, import_policy(folder, config.model, learner.mesh), config.training.seed)
-    if latest_step(folder) is not None or folder == expand(config.model.checkpoint):
-      logging.info("The policy starts from %s.", folder)
-      return _load_policy(learner, folder)
-
-  logging.info("The policy starts from random parameters (seed %d).", config.training.seed)
-  return init_policy_params(learner, config.training.seed)
+  """Loads or makes the policy that a phase begins from, see `policy_origin`, and says which it is."""
+  origin = policy_origin(config, workdir, earlier)
+  if origin.folder is None:
+    logging.info("The policy begins from %s (seed %d).", origin, config.training.seed)
+    return init_policy_params(learner, config.training.seed)
+  logging.info("The policy begins from %s.", origin)
+  if is_hf_folder(origin.folder):
+    return add_fresh_lora(learner, import_policy(origin.folder, config.model, learner.mesh), config.training.seed)
+  return _load_policy(learner, origin.folder)
 
 
 def _load_policy(learner: Learner, folder: pathlib.Path, step: int | None = None) -> PyTree:
@@ -194,10 +187,22 @@ def _warn_of_unfinished_value_pretraining(config: RunConfig, workdir: pathlib.Pa
 
 def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: Phase) -> TrainState:
   """Makes the train state at step 0 of a phase: networks from the phases before it, fresh optimisers."""
-  earlier = [SFT] if phase.name == VALUE_PRETRAINING else [VALUE_PRETRAINING, SFT]
+  earlier = _earlier(phase)
   policy = initial_policy(config, learner, workdir, earlier)
+
+  # Phases that are missing, unfinished, or older than what they began from.
+  warn_without_imitation(workdir, policy_origin(config, workdir, earlier))
   _warn_of_unfinished_sft(config, workdir)
+  step = latest_step(workdir / VALUE_PRETRAINING)
+  if phase.name == TRAIN and step is not None:
+    began_from = load_host_state(workdir / VALUE_PRETRAINING, step).get(POLICY_ORIGIN)
+    warn_if_overtaken(workdir / VALUE_PRETRAINING, step, began_from, policy_origin(config, workdir, [SFT]))
   return make_state(learner, policy, _initial_critic(config, learner, workdir, phase, policy))
+
+
+def _earlier(phase: Phase) -> list[str]:
+  """Lists the phases that a phase may begin from, the best first."""
+  return [SFT] if phase.name == VALUE_PRETRAINING else [VALUE_PRETRAINING, SFT]
 
 
 def _initial_critic(
@@ -211,12 +216,16 @@ def _initial_critic(
   # RL goes on from the pretrained critic.
   if critic_pretrained(workdir, phase):
     params = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(specs, learner.layout))
+    folder = workdir / VALUE_PRETRAINING
+    logging.info("The critic begins from %s.", Origin(folder, latest_step(folder)))
     _warn_of_unfinished_value_pretraining(config, workdir)
     return params
 
   # Otherwise the critic is a copy of the policy, with a new head.
   if phase.name == TRAIN:
-    logging.warning("The critic was not pretrained (launch.pretrain_value): it starts as a copy of the policy.")
+    logging.warning("The critic was not pretrained (launch.pretrain_value): it begins as a copy of the policy.")
+  else:
+    logging.info("The critic begins as a copy of the policy, with a new head.")
   return critic_params_from_policy(
     merge_lora(policy, keep_dtype=True),
     config.model,
@@ -259,9 +268,15 @@ def restore_or_begin(
     ConfigError: the checkpoint belongs to a run with other critic-only steps, or another scale of LoRA.
   """
   restored = checkpointer.restore(abstract_state(learner))
+  if restored is None or restored.step < phase.steps:
+    warn_of_later_phases(workdir, phase.name, PHASES[PHASES.index(phase.name) + 1 :])
   if restored is None:
-    pretrained = critic_pretrained(workdir, phase)
-    return Start(0, initial_state(config, learner, workdir, phase), critic_pretrained=pretrained)
+    return Start(
+      0,
+      initial_state(config, learner, workdir, phase),
+      critic_pretrained=critic_pretrained(workdir, phase),
+      policy_origin=policy_origin(config, workdir, _earlier(phase)).name,
+    )
 
   step, state, host_state = restored
   check_lora_scale(config, state.policy.params)
@@ -278,6 +293,7 @@ def restore_or_begin(
     host_state["rollouts"],
     host_state[EXPLAINED_VARIANCE],
     began_pretrained(host_state),
+    host_state.get(POLICY_ORIGIN),
   )
 
 

@@ -6,7 +6,7 @@ from absl import logging
 
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.report.run_log import RunLog
-from sao_jax.training.phases import CRITIC_PRETRAINED, EXPLAINED_VARIANCE, Phase
+from sao_jax.training.phases import CRITIC_PRETRAINED, EXPLAINED_VARIANCE, POLICY_ORIGIN, Phase, Start
 from sao_jax.training.rollouts import Rollouts
 from sao_jax.types import TrainState
 
@@ -18,11 +18,9 @@ class Saver:
   batch as one to be trained on. A failure there loses the steps since the last checkpoint.
   """
 
-  def __init__(
-    self, checkpointer: Checkpointer, phase: Phase, rollouts: Rollouts, log: RunLog, *, critic_pretrained: bool = False
-  ):
+  def __init__(self, checkpointer: Checkpointer, phase: Phase, rollouts: Rollouts, log: RunLog, start: Start):
     self._checkpointer, self._phase, self._rollouts, self._log = checkpointer, phase, rollouts, log
-    self._critic_pretrained = critic_pretrained
+    self._start = start  # what later processes should know of how the phase began
     self._consistent: tuple[int, TrainState] | None = None
 
   def __enter__(self) -> Saver:
@@ -72,6 +70,7 @@ class Saver:
       "rollouts": list(self._rollouts.state_dict()),
       "explained_variance": self._log.history[EXPLAINED_VARIANCE],
       "policy_version": self._phase.version(step),
-      CRITIC_PRETRAINED: self._critic_pretrained,
+      CRITIC_PRETRAINED: self._start.critic_pretrained,
+      POLICY_ORIGIN: self._start.policy_origin,
     }
     self._checkpointer.save(step, state, host_state)

@@ -29,6 +29,7 @@ from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.report.run_log import RunLog
 from sao_jax.run_lock import run_lock
 from sao_jax.training import phases
+from sao_jax.training.origins import warn_of_later_phases
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrajectoryBatch
 
 # Sources may draw a prompt from (seed, id): the expert's mistakes must come from another stream than the question.
@@ -146,6 +147,8 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
   ):
     # Begin, or go on from the newest checkpoint: network and position in the prompts belong together.
     restored = checkpointer.restore(abstract_network(learner.policy, learner.layout))
+    if restored is None or restored.step < config.sft.steps:
+      warn_of_later_phases(workdir, phases.SFT, phases.PHASES[1:])
     if restored is None:
       params = phases.initial_policy(config, learner, workdir, earlier=())
       step, network = 0, make_network_state(learner.policy, learner.layout, params)

@@ -65,11 +65,11 @@ def interrupted(workdir, pretrained):
 
 
 def test_every_phase_starts_from_the_one_before_it(workdir, pretrained, interrupted):
-  assert f"The policy starts from {workdir / 'sft'}." in pretrained
+  assert f"The policy begins from sft, step 3 ({workdir / 'sft'})." in pretrained
   lines = read_metrics(workdir, "value_pretraining")
   assert [line["step"] for line in lines] == [1, 2] and {line["policy_version"] for line in lines} == {0}
   _, output = interrupted
-  assert f"The policy starts from {workdir / 'value_pretraining'}." in output
+  assert f"The policy begins from value_pretraining, step 2 ({workdir / 'value_pretraining'})." in output
   assert "The critic was not pretrained" not in output and "stopped at step" not in output
 
 

@@ -73,6 +73,27 @@ def test_a_checkpoint_of_rl_knows_that_the_critic_was_pretrained(finished):
   assert phases.began_pretrained(load_host_state(workdir / "train", result.step))
 
 
+def test_a_phase_says_from_what_it_begins_and_what_it_ignores(finished, tmp_path, caplog):
+  """SFT that goes on after value pretraining does not reach RL, whose policy is the one that the critic belongs to."""
+  config, workdir, _ = finished
+  began_from = lambda phase, step: load_host_state(workdir / phase, step)[phases.POLICY_ORIGIN]
+  assert (began_from("value_pretraining", 2), began_from("train", 5)) == ("sft/3", "value_pretraining/2")
+  learner, phase = setup.make_learner(config), phases.reinforcement_learning(config)
+  caplog.set_level("INFO", logger="absl")
+  phases.initial_state(config, learner, workdir, phase)
+  for network in ("policy", "critic"):
+    assert f"The {network} begins from value_pretraining, step 2 (" in caplog.text
+  assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+  # Four steps of SFT where value pretraining has seen three.
+  shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+  (tmp_path / "sft" / "3").rename(tmp_path / "sft" / "4")
+  phases.initial_state(config, learner, tmp_path, phase)
+  (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+  assert "value_pretraining began from sft/3, and today it would begin from sft, step 4" in said
+  assert f"move {tmp_path / 'value_pretraining'} away and run launch.pretrain_value again" in said
+
+
 def test_metrics_tell_what_happened(finished):
   config, workdir, _ = finished
   lines = [line for line in read_metrics(workdir, "train") if "policy_loss" in line]

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from sao_jax.training.phases import EXPLAINED_VARIANCE, Phase
+from sao_jax.training.phases import EXPLAINED_VARIANCE, Phase, Start
 from sao_jax.training.saver import Saver
 
 
@@ -33,7 +33,7 @@ class FakeCheckpointer:
 def saver():
   rollouts = types.SimpleNamespace(state_dict=lambda: ({}, {}))
   log = types.SimpleNamespace(flush=lambda: None, history={EXPLAINED_VARIANCE: []})
-  return Saver(FakeCheckpointer(), Phase("train", critic_steps=1, policy_steps=9), rollouts, log)
+  return Saver(FakeCheckpointer(), Phase("train", critic_steps=1, policy_steps=9), rollouts, log, Start(0, None))
 
 
 @pytest.mark.parametrize("failure, saves", [(ValueError, True), (KeyboardInterrupt, False)])

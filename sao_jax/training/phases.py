@@ -195,7 +195,7 @@ def initial_state(config: RunConfig, learner: Learner, workdir: pathlib.Path, ph
   _warn_of_unfinished_sft(config, workdir)
   step = latest_step(workdir / VALUE_PRETRAINING)
   if phase.name == TRAIN and step is not None:
-    began_from = load_host_state(workdir / VALUE_PRETRAINING, step).get(POLICY_ORIGIN)
+    began_from = (load_host_state(workdir / VALUE_PRETRAINING, step) or {}).get(POLICY_ORIGIN)
     warn_if_overtaken(workdir / VALUE_PRETRAINING, step, began_from, policy_origin(config, workdir, [SFT]))
   return make_state(learner, policy, _initial_critic(config, learner, workdir, phase, policy))
 

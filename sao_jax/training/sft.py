@@ -158,7 +158,13 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       demonstrations.prompts.set_state(host_state["prompts"])
 
     with RunLog(
-      workdir, phases.SFT, total=config.sft.steps, start=step, restored_step=step or None, facts=FACTS
+      workdir,
+      phases.SFT,
+      total=config.sft.steps,
+      start=step,
+      restored_step=step or None,
+      every=settings.log_every,
+      facts=FACTS,
     ) as log:
       while step < config.sft.steps and not interrupt.requested:
         # Step: still running when the metrics of the step before are logged.

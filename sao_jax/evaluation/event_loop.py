@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from sao_jax.interrupt import Interrupted, StopSignal
+from sao_jax.rollout.watchdog import report_callbacks
 
 T = TypeVar("T")
 
@@ -59,15 +60,19 @@ def run_in_background(
 
 
 def _serve(event_loop: asyncio.AbstractEventLoop, task: asyncio.Task, left: list[BaseException]) -> None:
+  def fail(error: BaseException) -> None:
+    left.append(error)
+    task.cancel()
+
   # Not asyncio.run, which waits for tasks and threads that hang.
+  report_callbacks(event_loop, fail)
   try:
     # SystemExit and KeyboardInterrupt of any task leave the event loop: the first one ends the coroutine, in order.
     while not task.done():
       try:
         event_loop.run_until_complete(asyncio.wait({task}))
       except BaseException as error:
-        left.append(error)
-        task.cancel()
+        fail(error)
     for cancel in (False, True):
       rest = asyncio.all_tasks(event_loop)
       if cancel:

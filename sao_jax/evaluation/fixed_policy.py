@@ -56,7 +56,7 @@ def run_episodes(
     with make_service(config, make_publisher(learner)(params), seed=0) as service:
       trajectories, failures = run_episodes(config, service, [source[0]], temperature=1.0)
   """
-  activity = Activity()
+  activity = Activity(lambda: service.progress)
 
   def look(event_loop: asyncio.AbstractEventLoop) -> None:
     if activity.silence > config.training.watchdog_seconds:

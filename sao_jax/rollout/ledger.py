@@ -106,12 +106,13 @@ class LedgerState(NamedTuple):
 
 
 class Ledger:
-  """Thread-safe. Nothing here takes time in proportion to tokens, but drawing a prompt takes what its source takes.
+  """Thread-safe. Nothing here takes time in proportion to tokens, and a prompt is drawn outside the lock.
 
   Attributes:
     limit: rollouts that may stand in it.
     group_size: rollouts of one prompt.
     lock: re-entrant; hold it to read or change several things as one.
+    drawing: a lock that is held from before a prompt is drawn until it is submitted; taken before the other one.
     changed: condition on the lock, notified after every change that somebody may wait for.
     exhausted: whether the prompts have ended.
     on_capacity: called, under the lock, when rollouts leave; must not block.
@@ -133,6 +134,7 @@ class Ledger:
     self.limit, self.group_size = (staleness + 1) * batch_size, group_size
     self.lock = threading.RLock()
     self.changed = threading.Condition(self.lock)
+    self.drawing = threading.Lock()
     self.exhausted = False
     self.on_capacity: Callable[[], None] = lambda: None
     self.on_cancel: Callable[[int], None] = lambda rollout_id: None
@@ -235,10 +237,15 @@ class Ledger:
 
     Returns None when there is no capacity or no prompt.
     """
-    with self.lock:
-      if not self._waiting and not self.exhausted and self.capacity >= self.group_size:
-        self._submit_next(prompts)
-      return self._entries[self._waiting.popleft()].rollout if self._waiting else None
+    # The source is asked without the lock, which the trainer needs: it may take its time, or hang.
+    with self.drawing:
+      with self.lock:
+        draws = not self._waiting and not self.exhausted and self.capacity >= self.group_size
+      prompt = next(prompts, None) if draws else None
+      with self.lock:
+        if draws:
+          self._submit_next(prompt)
+        return self._entries[self._waiting.popleft()].rollout if self._waiting else None
 
   def finish(self, rollout_id: int, finished: Finished) -> bool:
     """Moves a rollout from flight into the buffer; False when its outcome was known before."""
@@ -396,11 +403,9 @@ class Ledger:
 
   # All of this under the lock.
 
-  def _submit_next(self, prompts: PromptStream) -> None:
+  def _submit_next(self, prompt: Prompt | None) -> None:
     """Submits the next prompt, or notes that there is none."""
-    try:
-      prompt = next(prompts)
-    except StopIteration:
+    if prompt is None:
       self.exhausted = True
       self._note_change()
       return

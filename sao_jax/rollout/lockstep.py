@@ -37,6 +37,11 @@ class LockStep:
     """The fault that ended the sampler."""
     return getattr(self._sampler, "error", None)
 
+  @property
+  def progress(self) -> object:
+    """See `SamplerService`."""
+    return getattr(self._sampler, "progress", None)
+
   def enter(self) -> None:
     """One more episode is live."""
     self._live += 1
@@ -68,6 +73,7 @@ class LockStep:
   def _begin_round(self) -> None:
     if self._round is None and self._waiting and len(self._waiting) == self._live:
       self._round = asyncio.create_task(self._run_round(), name="lockstep round")
+      self._round.add_done_callback(lambda task: task.cancelled() or task.result())  # the event loop reports a fault
 
   async def _run_round(self) -> None:
     turns = [self._waiting[rollout_id] for rollout_id in sorted(self._waiting)]
@@ -77,7 +83,9 @@ class LockStep:
     try:
       futures = self._sampler.submit_all([request for request, _ in turns])
       results = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
-    except Exception as error:
+    except asyncio.CancelledError:
+      raise
+    except BaseException as error:  # whatever it is, those who wait must hear of it
       results = [error] * len(turns)
     self._round = None
 

@@ -198,6 +198,13 @@ async def _timed(coroutine: Coroutine[Any, Any, T], call: Call) -> T:
   return await _Stretches(coroutine, call)
 
 
+def call_of(handle: asyncio.Handle | None) -> Call | None:
+  """Returns the call that a callback was scheduled by; None for anybody else's."""
+  get_context = getattr(handle, "get_context", None)  # since Python 3.12
+  context = get_context() if get_context is not None else getattr(handle, "_context", None)
+  return None if context is None else context.get(_current)
+
+
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
   """Makes a task; one that a call makes is timed on the call's account."""
   call = _current.get()

@@ -17,7 +17,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ from sao_jax.rollout.outcomes import (
   EnvironmentDown,
   LoopStopped,
   Outcome,
-  Place,
   PromptsExhausted,
   RolloutSilent,
   UnexpectedFailure,
@@ -45,7 +44,7 @@ from sao_jax.rollout.outcomes import (
 from sao_jax.rollout.run_episode import EpisodeLimits
 from sao_jax.rollout.runner import EpisodeRunner, Sampler
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
-from sao_jax.rollout.watchdog import Activity, Watchdog, describe_tasks, describe_thread
+from sao_jax.rollout.watchdog import Activity, Watchdog, describe_tasks, describe_thread, report_callbacks
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class RolloutLoop:
     vocab_size: token ids lie below it.
     max_in_flight: episodes at the same time, usually the sampler's slots; the ledger may allow fewer.
     temperature: of sampling.
-    watchdog_seconds: silence with rollouts in flight, after which the run stops.
+    watchdog_seconds: silence after which the run stops, unless it is the trainer's turn.
     """
     self.error: BaseException | None = None
     self.buffer, self.ledger = buffer, buffer.ledger
@@ -99,7 +98,9 @@ class RolloutLoop:
 
     # How one rollout is run.
     self._sampler = self._lockstep or sampler
-    self._activity, self._clock = Activity(), LoopClock()
+    self._clock = LoopClock()
+    self._activity = Activity(lambda: getattr(self._sampler, "progress", None))
+    self._awaited = False  # by the trainer, until nothing is in flight
     self._runner = EpisodeRunner(
       make_environment,
       self._sampler,
@@ -151,7 +152,7 @@ class RolloutLoop:
 
   def on_version(self, version: int) -> None:
     """Tells that `version` is published; the oldest batch in training, if there is one, is thereby trained on."""
-    with self.ledger.lock:
+    with self._between_prompts():
       if self.ledger.batches_in_training:
         self.buffer.batch_done(version)
       else:
@@ -167,7 +168,7 @@ class RolloutLoop:
       TimeoutError: not within `timeout` seconds.
       Exception: what stopped the loop, as itself.
     """
-    idle = False
+    idle, self._awaited = False, True
     while not idle:
       began = time.monotonic()
       idle = self.buffer.wait_for(lambda: self.error is not None or self.ledger.idle, timeout or IDLE_POLL)
@@ -178,6 +179,7 @@ class RolloutLoop:
       self.check()
       if not idle and timeout is not None:
         raise TimeoutError(f"rollouts are under way after {timeout} s: {self.ledger.counters()}")
+    self._awaited = False
 
   def stats(self) -> dict[str, Any]:
     """Counters by place, outcome and reason, statistics, the event loop's longest standstill since the last call.
@@ -197,7 +199,7 @@ class RolloutLoop:
     ids; what is in training is saved as buffered. So it belongs with the parameters of the last version that
     `on_version` was told. A deterministic run is saved as it was at that moment, with nothing in flight.
     """
-    with self.ledger.lock:
+    with self._between_prompts():
       snapshot = self._boundary or self._snapshot()
     # Outside the lock: copying a large buffer must not hold up the event loop.
     records, arrays = trajectories_to_state(snapshot.trajectories)
@@ -208,6 +210,20 @@ class RolloutLoop:
     trajectories = trajectories_from_state(state["trajectories"], arrays)
     self._prompts.set_state(state["intake"]["prompts"])
     self.buffer.restore(Snapshot(state["intake"], state["buffer"], trajectories))
+
+  @contextlib.contextmanager
+  def _between_prompts(self) -> Iterator[None]:
+    """Holds the ledger while no prompt is drawn; does not wait for a source that hangs once the loop has failed."""
+    drawing = self.ledger.drawing
+    held = drawing.acquire(timeout=IDLE_POLL)
+    while not held and self.error is None:
+      held = drawing.acquire(timeout=IDLE_POLL)
+    try:
+      with self.ledger.lock:
+        yield
+    finally:
+      if held:
+        drawing.release()
 
   def _snapshot(self) -> Snapshot:
     """Under the lock; cheap."""
@@ -233,6 +249,7 @@ class RolloutLoop:
     # From here on other threads can wake this loop.
     self._awake = asyncio.Event()
     self._event_loop = asyncio.get_running_loop()
+    report_callbacks(self._event_loop, self._fail)
     self.ledger.on_capacity, self.ledger.on_cancel = self._wake, self._cancel
     self._clock.start()
 
@@ -298,16 +315,19 @@ class RolloutLoop:
   def _reap(self, rollout_id: int, task: asyncio.Task) -> None:
     """Cleans up when the task of a rollout has ended, however it did."""
     del self._tasks[rollout_id]
-    if task.cancelled() or task.exception() is not None:
-      cut_here = self.ledger.abort(rollout_id)  # else the ledger had it cancelled, with its group
-      if not task.cancelled():
-        self._fail(task.exception())
-      elif cut_here and not self._stopping and self.error is None:
-        self._fail(RuntimeError(f"{task.get_name()} was cancelled from outside the loop"))
+    try:
+      if task.cancelled() or task.exception() is not None:
+        cut_here = self.ledger.abort(rollout_id)  # else the ledger had it cancelled, with its group
+        if not task.cancelled():
+          self._fail(task.exception())
+        elif cut_here and not self._stopping and self.error is None:
+          self._fail(RuntimeError(f"{task.get_name()} was cancelled from outside the loop"))
 
-    if self._lockstep is not None and not self._stopping and self.error is None:
-      self._start_rollouts()  # what takes its place must be there before the next round begins
-      self._lockstep.leave()
+      if self._lockstep is not None and not self._stopping and self.error is None:
+        self._start_rollouts()  # what takes its place must be there before the next round begins
+        self._lockstep.leave()
+    except BaseException as error:  # of the prompt source, for one: a callback's own would end in asyncio's log
+      self._fail(error)
     self._awake.set()
 
   def _count_failure(self, rollout: Rollout, outcome: Outcome, reason: str, problem: Exception) -> None:
@@ -322,6 +342,7 @@ class RolloutLoop:
       self._fail(EnvironmentDown(name, self._consecutive_failures[name], problem))
 
   def _count_retry(self) -> None:
+    self._activity.note()
     with self.ledger.lock:
       self.buffer.statistics.add("retries")
 
@@ -356,7 +377,9 @@ class RolloutLoop:
   def _look(self) -> None:
     """Looks, in the watchdog's thread, for an error that nobody was told, and for silence."""
     self.check()
-    if not self.ledger.count(Place.IN_FLIGHT):
+    # It is the trainer's turn when nothing may start, and while it computes, perhaps on the sampler's own devices.
+    computes = self.ledger.batches_in_training and not self._awaited
+    if self.ledger.idle or computes:
       self._activity.note()
     elif self._activity.silence > self._watchdog_seconds:
       raise RolloutSilent(

@@ -121,7 +121,7 @@ class EpisodeRunner:
       # In a task of its own: a slow close holds no rollout's place.
       closing = asyncio.create_task(self._close(environment, name), name=f"closing of rollout {rollout.rollout_id}")
       self.closing.add(closing)
-      closing.add_done_callback(self.closing.discard)
+      closing.add_done_callback(self._closed)
 
   async def _generate(self, on_oldest: FirstCall, request: GenerateRequest) -> Completion:
     self._on_activity()
@@ -130,6 +130,11 @@ class EpisodeRunner:
     if len(completion.policy_versions):  # not every sampler reports while it samples
       on_oldest(completion.policy_versions[0])
     return completion
+
+  def _closed(self, closing: asyncio.Task) -> None:
+    self.closing.discard(closing)
+    if not closing.cancelled():
+      closing.result()  # what it raised is not the environment's: the event loop reports it
 
   async def _close(self, environment: Environment, name: str) -> None:
     try:

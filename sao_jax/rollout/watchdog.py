@@ -1,13 +1,19 @@
-"""Notices what no exception reports: rollouts in flight that have gone silent, a sampler that died unobserved."""
+"""Notices what nobody would report: rollouts that have gone silent, a sampler that died unobserved, lost exceptions."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from typing import Any
+
+from sao_jax.rollout.loop_clock import call_of
+
+log = logging.getLogger(__name__)
 
 PERIOD = 0.5  # seconds between looks
 
@@ -40,10 +46,22 @@ class Watchdog:
 
 
 class Activity:
-  """Remembers when something last happened."""
+  """Remembers when something last happened.
 
-  def __init__(self, clock: Callable[[], float] = time.monotonic):
-    self._clock = clock
+  >>> now, tokens = [0.0], [0]
+  >>> activity = Activity(lambda: tokens[0], clock=lambda: now[0])
+  >>> now[0] = 5.0
+  >>> activity.silence
+  5.0
+  >>> tokens[0] = 7  # somebody is being served
+  >>> activity.silence
+  0.0
+  """
+
+  def __init__(self, progress: Callable[[], object] = lambda: None, clock: Callable[[], float] = time.monotonic):
+    """`progress` returns what changes while somebody works; a change counts as soon as `silence` is asked for."""
+    self._progress, self._clock = progress, clock
+    self._seen = progress()
     self.note()
 
   def note(self) -> None:
@@ -53,7 +71,27 @@ class Activity:
   @property
   def silence(self) -> float:
     """Seconds since something last happened."""
+    if (seen := self._progress()) != self._seen:
+      self._seen = seen
+      self.note()
     return self._clock() - self._last
+
+
+def report_callbacks(event_loop: asyncio.AbstractEventLoop, fail: Callable[[BaseException], None]) -> None:
+  """Lets what a callback of the loop raises reach `fail`: asyncio would write it to its log, and go on without.
+
+  What comes from a callback or a task that an environment's call has left behind is its own affair, and only logged.
+  """
+
+  def handle(event_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    error, handle = context.get("exception"), context.get("handle")
+    call = call_of(handle)
+    if error is not None and handle is not None and call is None:
+      fail(error)
+    else:
+      log.warning("%s%s", context["message"], f", left behind by {call.name}" if call else "", exc_info=error)
+
+  event_loop.set_exception_handler(handle)
 
 
 def describe_tasks(tasks: Iterable[asyncio.Task], limit: int = 20) -> str:

@@ -5,6 +5,7 @@ It knows slots and tokens; who waits for which slot is the scheduler's business.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -74,6 +75,7 @@ class Engine:
     version: its policy version.
     config: sizes of slots, cache and calls.
     vocab_size: token ids lie below it.
+    compiling: a program is called for the first time, which compiles it.
     routed_shape: (L, k), the shape of a token's routed experts; None: they are not recorded.
   """
 
@@ -108,12 +110,14 @@ class Engine:
     self._key = jax.random.key(seed)
     self._rule = SamplingRule(top_p=sampler_config.top_p, top_k=sampler_config.top_k)
 
-    # Every static shape that a program is compiled for.
+    # Every static shape that a program is compiled for, and those that it was called with.
     self._windows = buckets.window_buckets(sampler_config)
     self._prefixes = buckets.prefix_windows(sampler_config)
     self._lengths = buckets.prefill_buckets(sampler_config)
     self._prefill_batches = buckets.prefill_batches(sampler_config) if shards == 1 else (shards,)
     self._decode_batches = buckets.decode_batches(sampler_config) if mesh is None else (self._num_slots,)
+
+    self.compiling, self._compiled = False, set()
 
     self._state = empty_state(model_config, sampler_config, self._layout)
     # Start on the parameters' device, where the programs return the state; otherwise each would compile twice.
@@ -188,32 +192,42 @@ class Engine:
           self._extend(PrefillCall([], rows, length, window))
 
   def _decode(self, slots: np.ndarray, num_steps: int, window: int) -> Dispatch:
-    self._state, outputs = steps.decode(
-      self.params,
-      self._state,
-      self._key,
-      slots,
-      np.int32(num_steps),
-      config=self._model_config,
-      rule=self._rule,
-      window=window,
-      max_steps=self.config.decode_steps,
-      keep_experts=self.routed_shape is not None,
-      layout=self._layout,
-    )
+    with self._compilation("decode", len(slots), window):
+      self._state, outputs = steps.decode(
+        self.params,
+        self._state,
+        self._key,
+        slots,
+        np.int32(num_steps),
+        config=self._model_config,
+        rule=self._rule,
+        window=window,
+        max_steps=self.config.decode_steps,
+        keep_experts=self.routed_shape is not None,
+        layout=self._layout,
+      )
     return Dispatch(slots=slots, version=self.version, outputs=outputs)
 
   def _extend(self, call: PrefillCall) -> jax.Array | None:
-    self._state, routed_experts = steps.extend(
-      self.params,
-      self._state,
-      *call.arrays(self._num_slots),
-      config=self._model_config,
-      window=call.window,
-      keep_experts=self.routed_shape is not None,
-      layout=self._layout,
-    )
+    with self._compilation("extend", call.rows, call.length, call.window):
+      self._state, routed_experts = steps.extend(
+        self.params,
+        self._state,
+        *call.arrays(self._num_slots),
+        config=self._model_config,
+        window=call.window,
+        keep_experts=self.routed_shape is not None,
+        layout=self._layout,
+      )
     return routed_experts
+
+  @contextlib.contextmanager
+  def _compilation(self, *shape: str | int) -> Iterator[None]:
+    """Marks the first call of a program."""
+    self.compiling = shape not in self._compiled
+    yield
+    self._compiled.add(shape)
+    self.compiling = False
 
 
 def _leaf_types(params: Params) -> dict[str, str]:

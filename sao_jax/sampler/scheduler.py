@@ -95,6 +95,17 @@ class Scheduler:
     """Policy version of the next dispatch."""
     return self._engine.version
 
+  @property
+  def progress(self) -> int:
+    """Number of pieces of work done: tokens written and sampled, dispatches, publishes; from any thread."""
+    counters = self._counters
+    return counters.prefilled_tokens + counters.sampled_tokens + counters.dispatches + counters.publishes
+
+  @property
+  def compiling(self) -> bool:
+    """True while the engine compiles a program; from any thread."""
+    return self._engine.compiling
+
   def submit(self, request: GenerateRequest, on_done: OnDone) -> None:
     """Queues a turn; the ticking thread calls `on_done` once, with a Completion or an exception."""
     self.submit_all([(request, on_done)])

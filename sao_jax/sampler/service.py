@@ -7,6 +7,7 @@ import concurrent.futures
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from sao_jax.parallel.params import Params
@@ -69,6 +70,13 @@ class SamplerService:
   def error(self) -> BaseException | None:
     """The fault that ended the sampler; None while it runs, and after `stop`."""
     return None if isinstance(self._ended, ServiceStoppedError) else self._ended
+
+  @property
+  def progress(self) -> float:
+    """A number that goes on changing as long as the sampler does something: tokens, weights, programs that compile."""
+    if any(lane.scheduler.compiling for lane in self._lanes):
+      return time.monotonic()
+    return sum(lane.scheduler.progress for lane in self._lanes)
 
   @property
   def version(self) -> int:

@@ -19,7 +19,7 @@ from sao_jax.config import SamplerConfig
 from sao_jax.environments.base import StepResult
 from sao_jax.interrupt import Interrupt
 from sao_jax.rewards.grader_pool import GraderPool
-from sao_jax.rollout import watchdog
+from sao_jax.rollout import rollout_loop, watchdog
 from sao_jax.rollout.outcomes import EnvironmentDown, RolloutSilent
 from sao_jax.sampler.scheduler import Scheduler
 from sao_jax.sampler.service import SamplerService
@@ -355,6 +355,74 @@ def test_silence_anywhere_ends_the_run_with_queue_sizes_and_stacks(where, monkey
   place = {"sampler": "generate", "event loop": "released.wait"}.get(where, "silent")
   for part in ("'submitted'", "'in_flight'", "'buffered': 0", place):
     assert part in str(error)
+
+
+class BrokenPrompts(FakePrompts):
+  """Raises at the sixth prompt."""
+
+  def __next__(self):
+    if self.position == 6:
+      raise self.error
+    return super().__next__()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=name_of)
+def test_a_prompt_source_that_raises_ends_a_deterministic_run_as_itself(error):
+  prompts = BrokenPrompts()
+  prompts.error = error
+  with SamplerService(Scheduler(Engine("", None))) as service:
+    loop = make_loop(sampler=service, prompts=prompts, deterministic=True, admission_staleness=1, slots=3)
+    with Running(loop):
+      assert caught_by_the_main_loop(loop) is error
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=name_of)
+def test_a_sampler_that_raises_ends_a_round_of_a_deterministic_run_as_itself(error):
+  class Sampler(FakeSampler):
+    def submit_all(self, requests):
+      raise error
+
+  with Running(make_loop(sampler=Sampler(), deterministic=True)) as loop:
+    assert caught_by_the_main_loop(loop) is error
+
+
+def test_a_prompt_source_that_hangs_is_noticed_and_the_state_can_be_saved(monkeypatch):
+  monkeypatch.setattr(watchdog, "PERIOD", 0.02)
+  monkeypatch.setattr(rollout_loop, "IDLE_POLL", 0.02)
+  released = threading.Event()
+
+  class Prompts(FakePrompts):
+    def __next__(self):
+      if self.position == 4:
+        released.wait(20)
+      return super().__next__()
+
+  loop = make_loop(prompts=Prompts(), watchdog_seconds=0.3)
+  with Running(loop):
+    assert isinstance(error := caught_by_the_main_loop(loop), RolloutSilent)
+    assert "released.wait" in str(error) and "'submitted': 4" in str(error)
+    state, _ = loop.state_dict()
+    assert [number for number, _, _ in state["intake"]["unfinished"]] == [0, 1, 2, 3]
+    released.set()
+
+
+def test_what_a_callback_of_the_loop_raises_ends_the_run_and_what_an_environment_left_behind_does_not(caplog):
+  def fault():
+    raise error
+
+  async def leave_behind():
+    asyncio.get_running_loop().call_soon(fault)
+    tasks.append(asyncio.get_running_loop().create_task(raising(Original("too"))()))
+    return StepResult([], True, 1.0)
+
+  tasks = []
+  error = Original("in a callback")
+  loop = make_loop(lambda: FakeEnvironment(faults={"step": leave_behind}), admission_staleness=0)
+  with Running(loop):
+    assert len(Rollouts(loop, 4, Interrupt()).take(0)) == 4 and loop.error is None
+    assert any("left behind by step of environment 'fake'" in record.message for record in caplog.records)
+    loop._event_loop.call_soon_threadsafe(fault)
+    assert caught_by_the_main_loop(loop) is error
 
 
 def test_a_trainer_that_asks_after_the_fault_is_told_all_the_same():

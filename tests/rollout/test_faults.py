@@ -299,6 +299,71 @@ def test_watchdog_sees_a_blocked_event_loop():
     released.set()
 
 
+class Clock:
+  """A watchdog's clock that a test sets, and looks that it makes."""
+
+  def __init__(self, loop, monkeypatch):
+    self.now, self.loop = 0.0, loop
+    monkeypatch.setattr(loop._activity, "_clock", lambda: self.now)
+    loop._activity.note()
+
+  def look_after(self, seconds: float) -> None:
+    self.now += seconds
+    self.loop._look()
+
+
+def test_watchdog_takes_tokens_that_are_decoded_for_activity(monkeypatch):
+  sampler = FakeSampler(delay=lambda rollout_id: 3600.0)
+  sampler.progress = 0
+  loop = make_loop(sampler=sampler, watchdog_seconds=600.0)
+  with Running(loop):
+    while len(sampler.requests) < 8:
+      time.sleep(0.001)
+    clock = Clock(loop, monkeypatch)
+    for _ in range(10):  # an hour and a half without an answer, a token every ten minutes
+      sampler.progress += 1
+      clock.look_after(550.0)
+    with pytest.raises(RolloutSilent, match="nothing has happened for 601 s"):
+      clock.look_after(601.0)
+
+
+def test_watchdog_is_patient_while_the_trainer_computes_and_not_while_it_waits(monkeypatch):
+  sampler = FakeSampler(delay=lambda rollout_id: 0.0 if rollout_id < 4 else 3600.0)
+  loop = make_loop(sampler=sampler, watchdog_seconds=600.0)
+  with Running(loop):
+    loop.buffer.take(4, 0, timeout=20)
+    while len(sampler.requests) < 16:
+      time.sleep(0.001)
+    clock = Clock(loop, monkeypatch)
+    clock.look_after(10_000.0)  # a long step, perhaps on the sampler's own device
+    waits = threading.Thread(target=lambda: pytest.raises(RolloutSilent, loop.wait_until_idle))
+    waits.start()
+    while not loop._awaited:
+      time.sleep(0.001)
+    with pytest.raises(RolloutSilent) as caught:
+      clock.look_after(601.0)
+    loop._fail(caught.value)
+    waits.join()
+
+
+def test_watchdog_does_not_take_a_loop_that_admits_nothing_for_healthy(monkeypatch):
+  loop = make_loop(admission_staleness=0, watchdog_seconds=600.0)
+  monkeypatch.setattr(loop, "_start_rollouts", lambda: None)  # whatever may keep it from starting any
+  with Running(loop):
+    clock = Clock(loop, monkeypatch)
+    with pytest.raises(RolloutSilent, match="'submitted': 0"):
+      clock.look_after(601.0)
+
+
+@pytest.mark.parametrize("prompts", [4, 10**9])
+def test_watchdog_waits_for_a_trainer_without_end(prompts, monkeypatch):
+  loop = make_loop(prompts=FakePrompts(prompts), admission_staleness=0, watchdog_seconds=600.0)
+  with Running(loop):
+    while len(loop.buffer) < 4:
+      time.sleep(0.001)
+    Clock(loop, monkeypatch).look_after(10_000.0)  # at capacity, or out of prompts
+
+
 def test_watchdog_is_patient_with_a_slow_trainer():
   sampler = FakeSampler()
   with Running(make_loop(sampler=sampler, admission_staleness=0, watchdog_seconds=0.3)) as loop:

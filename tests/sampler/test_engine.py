@@ -187,6 +187,16 @@ def test_buckets_compile_once_and_change_nothing():
   assert_agrees(TIED, params_of(TIED), records[5])
 
 
+def test_the_engine_says_when_a_program_is_called_for_the_first_time(monkeypatch):
+  seen = []
+  extend = steps.extend
+  engine = scheduler_of(DENSE)._engine
+  monkeypatch.setattr(steps, "extend", lambda *args, **kwargs: seen.append(engine.compiling) or extend(*args, **kwargs))
+  for _ in range(2):
+    engine.extend([Extension(0, 0, prompt(5, 0), rollout_id=0, budget=0)])
+  assert seen == [True, False] and not engine.compiling
+
+
 def test_the_cache_is_updated_in_place():
   """No program may copy the whole cache: it is donated, aliased, and written by slices."""
   engine = Engine(params_of(TIED), TIED, SMALL, seed=0)

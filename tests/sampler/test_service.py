@@ -188,3 +188,13 @@ def test_an_idle_service_sleeps(service):
   before = service._lanes[0].scheduler._ticks
   time.sleep(0.1)
   assert service._lanes[0].scheduler._ticks - before <= 1
+
+
+def test_progress_goes_on_while_a_long_turn_is_decoded_and_while_a_program_compiles(engine, service):
+  seen, decode = [], engine.decode
+  engine.decode = lambda *args: seen.append(service.progress) or decode(*args)
+  service.generate_sync(request(0, 40), timeout=5)
+  assert len(seen) >= 10 and len(set(seen)) == len(seen)  # between any two dispatches
+  assert service.progress == service.progress
+  engine.compiling = True
+  assert service.progress != service.progress

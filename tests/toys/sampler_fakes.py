@@ -71,6 +71,7 @@ class FakeEngine:
     self.config, self.version, self.vocab_size = config, version, 1000
     self.slots = [FakeSlot() for _ in range(config.num_slots)]
     self.broken: BaseException | None = None
+    self.compiling = False
     self.log: list[tuple] = []
     self.decode_batch = config.decode_batch
     self.routed_shape = (1, 3) if keep_experts else None

@@ -207,8 +207,10 @@ def _gradients(axes: Any, lines: Lines) -> None:
 
 
 def _idle(axes: Any, lines: Lines) -> None:
-  _curve(axes, lines, "trainer_idle_fraction", "trainer waits for trajectories", BLUE, 100)
-  _curve(axes, lines, "slot_idle_fraction", "rollout places without an episode", ORANGE, 100)
+  _curve(axes, lines, "trainer_idle_fraction", "trainer waits", BLUE, 100)
+  _curve(axes, lines, "place_idle_fraction", "rollout places without an episode", ORANGE, 100)
+  _curve(axes, lines, "sampler_free_fraction", "sampler slots without an episode", GREEN, 100)
+  _curve(axes, lines, "sampler_waiting_fraction", "sampler slots that wait for an environment", GREY, 100)
   axes.set_ylim(0, 102)
   _finish(axes, "idle share (%)")
 
@@ -260,7 +262,7 @@ PANELS = (
     "idle_fractions",
     "Idle time",
     "Where an asynchronous run loses time: a starved trainer or empty sampler slots.",
-    ("trainer_idle_fraction", "slot_idle_fraction"),
+    ("trainer_idle_fraction", "place_idle_fraction", "sampler_free_fraction"),
     _idle,
   ),
   Panel(

@@ -181,6 +181,12 @@ class RolloutLoop:
         raise TimeoutError(f"rollouts are under way after {timeout} s: {self.ledger.counters()}")
     self._awaited = False
 
+  def note_step(self, seconds: float, busy_seconds: float) -> None:
+    """Notes that a train step has ended: it took so long, of which the trainer was busy so long."""
+    with self.ledger.lock:
+      for name, amount in (("steps", 1), ("seconds", seconds), ("busy_seconds", busy_seconds)):
+        self.buffer.statistics.add(name, amount)
+
   def stats(self) -> dict[str, Any]:
     """Counters by place, outcome and reason, statistics, the event loop's longest standstill since the last call.
 

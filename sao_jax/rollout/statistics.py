@@ -24,6 +24,9 @@ SUMS = (
   "cancelled",
   "retries",
   "trainer_wait_seconds",
+  "steps",
+  "seconds",
+  "busy_seconds",
   "busy_slot_seconds",
   "slot_seconds",
 )

@@ -6,7 +6,9 @@ import collections
 import dataclasses
 import functools
 import heapq
+import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from sao_jax.parallel.params import Params
 from sao_jax.sampler.engine import Dispatch, Engine, Prefill
 from sao_jax.sampler.requests import GenerateRequest, SessionReleasedError, request_problem
 from sao_jax.sampler.session import OnDone, Session, Turn
+from sao_jax.sampler.slot_times import SlotTimes
 
 # Cost of starting a dispatch, in decode steps, for the choice of its length.
 _DISPATCH_OVERHEAD = 1.0
@@ -41,6 +44,20 @@ class Counters:
   parked: int = 0
   reprefilled: int = 0
   publishes: int = 0
+
+
+class Started(NamedTuple):
+  """A call whose results are still on the device.
+
+  Attributes:
+    tick: that of its start.
+    read: reads the results.
+    slots: those that a decode call works on.
+  """
+
+  tick: int
+  read: Callable[[], None]
+  slots: frozenset[int] = frozenset()
 
 
 class Scheduler:
@@ -70,8 +87,8 @@ class Scheduler:
   [2, 3, 4]
   """
 
-  def __init__(self, engine: Engine, *, park_after: int = 4):
-    """Takes over `engine`; `park_after` is in ticks."""
+  def __init__(self, engine: Engine, *, park_after: int = 4, clock: Callable[[], float] = time.monotonic):
+    """Takes over `engine`; `park_after` is in ticks, `clock` in seconds."""
     self._engine, self._park_after = engine, park_after
     self._inbox: collections.deque[Callable[[], None]] = collections.deque()  # calls for the next tick to make
     self._sessions: dict[int, Session] = {}
@@ -83,12 +100,13 @@ class Scheduler:
     self._fresh: collections.deque[Session] = collections.deque()  # first turns
     self._decoding: list[Session] = []
 
-    # Calls whose results are still on the device: (tick of the start, function that reads them), oldest first.
-    self._started: collections.deque[tuple[int, Callable[[], None]]] = collections.deque()
+    # Calls whose results are still on the device, oldest first.
+    self._started: collections.deque[Started] = collections.deque()
     self._published: tuple[Params, int] | None = None
     self._error: BaseException | None = None
     self._ticks = 0
     self._counters = Counters()
+    self._slot_times = SlotTimes(engine.config.num_slots, clock)
 
   @property
   def version(self) -> int:
@@ -132,8 +150,8 @@ class Scheduler:
     self._engine.check_params(params)
     self._inbox.append(functools.partial(setattr, self, "_published", (params, version)))
 
-  def stats(self) -> dict[str, int]:
-    """Returns the counters and the present lengths of the queues."""
+  def stats(self) -> dict[str, float]:
+    """Returns the counters, the slots' time in each state, and the present lengths of the queues."""
     sessions = tuple(self._sessions.values())
     queued = len(self._ready) + len(self._returning) + len(self._fresh)
     now = {
@@ -143,7 +161,7 @@ class Scheduler:
       "free_slots": len(self._free),
       "version": self._engine.version,
     }
-    return dataclasses.asdict(self._counters) | now
+    return dataclasses.asdict(self._counters) | self._slot_times.seconds() | now
 
   def tick(self) -> bool:
     """Does one round of work; returns False if there was none.
@@ -160,10 +178,11 @@ class Scheduler:
       self._apply_publish()
 
     # Give the device its next work, then read the work of the tick before.
-    self._fill_slots()
+    prefilling = self._fill_slots()
+    self._note_slots(prefilling)
     self._start_dispatches()
     worked = worked or bool(self._started)
-    while self._started and self._started[0][0] < self._ticks:
+    while self._started and self._started[0].tick < self._ticks:
       self._read_next()
     return worked
 
@@ -234,7 +253,8 @@ class Scheduler:
       self._extend(self._decoding)
       self._counters.reprefilled += len(self._decoding)
 
-  def _fill_slots(self) -> None:
+  def _fill_slots(self) -> int:
+    """Starts turns in free slots and in those that they hold already; returns their number."""
     while self._returning or self._fresh:
       if not self._free and not self._park_longest_idle():
         break
@@ -245,7 +265,15 @@ class Scheduler:
     # All turns that have a slot start together.
     self._extend(self._ready)
     self._decoding += self._ready
-    self._ready = []
+    started, self._ready = len(self._ready), []
+    return started
+
+  def _note_slots(self, prefilling: int) -> None:
+    # A slot works for a turn, be it that its last tokens are still on the device, after the slot was given back.
+    held = {session.slot: session.turn is not None for session in self._sessions.values() if session.slot is not None}
+    working = {slot for slot, turn in held.items() if turn}.union(*(call.slots for call in self._started))
+    waiting, all_slots = len(held.keys() - working), self._engine.config.num_slots
+    self._slot_times.note(len(working) - prefilling, prefilling, waiting, free=all_slots - len(working) - waiting)
 
   def _extend(self, sessions: list[Session]) -> None:
     if sessions:
@@ -253,7 +281,7 @@ class Scheduler:
       self._counters.prefilled_tokens += sum(len(extension.token_ids) - 1 for extension in extensions)
       by_slot = {session.slot: session for session in sessions}
       for prefill in self._engine.extend(extensions):
-        self._started.append((self._ticks, functools.partial(self._read_prefill, prefill, by_slot)))
+        self._started.append(Started(self._ticks, functools.partial(self._read_prefill, prefill, by_slot)))
 
   def _park_longest_idle(self) -> bool:
     idle = [session for session in self._sessions.values() if session.turn is None and session.slot is not None]
@@ -283,7 +311,8 @@ class Scheduler:
     # Remember the turn of each row: when the dispatch is read, its slot may hold another session.
     by_slot = {session.slot: session for session in sessions}
     rows = [(row, by_slot[slot], by_slot[slot].turn) for row, slot in enumerate(dispatch.slots) if slot in by_slot]
-    self._started.append((self._ticks, functools.partial(self._read_dispatch, dispatch, rows)))
+    read = functools.partial(self._read_dispatch, dispatch, rows)
+    self._started.append(Started(self._ticks, read, frozenset(by_slot)))
     self._counters.dispatches += 1
 
     # A turn that surely ends in this dispatch frees its slot before the dispatch is read.
@@ -293,8 +322,7 @@ class Scheduler:
         self._free_slot(session)
 
   def _read_next(self) -> None:
-    _, read = self._started.popleft()
-    read()
+    self._started.popleft().read()
 
   def _read_prefill(self, prefill: Prefill, by_slot: dict[int, Session]) -> None:
     for slot, start, experts in prefill.fetch():

@@ -176,7 +176,7 @@ class SamplerService:
       lane.scheduler.publish(params, version)
       lane.wake.set()
 
-  def stats(self) -> dict[str, int]:
+  def stats(self) -> dict[str, float]:
     """Returns the statistics of `Scheduler.stats`, summed over the schedulers, and the oldest version."""
     stats = [lane.scheduler.stats() for lane in self._lanes]
     return {name: sum(each[name] for each in stats) for name in stats[0]} | {"version": self.version}

@@ -165,9 +165,11 @@ def _run(
         # Take: waits for the trajectories that finish first; None once the process was asked to stop.
         batch = rollouts.take(version)
         updates_policy = phase.updates_policy(step)
-        if batch is None or not train_step.wait(
-          batch.rows, update_policy=updates_policy, interrupt=interrupt, look=rollouts.check
-        ):
+        if batch is None:
+          break
+        with rollouts.waits("compile"):
+          compiled = train_step.wait(batch.rows, update_policy=updates_policy, interrupt=interrupt, look=rollouts.check)
+        if not compiled:
           break
 
         # Step: dispatched here, and still running when the metrics of the step before are logged. Nothing can be saved
@@ -178,14 +180,20 @@ def _run(
         log.push(step, metrics | rollouts.consumed(batch.trajectories) | {"policy_version": version})
 
         # Publish: the sampler goes on with the old weights until the new ones are computed, or it would stall on them.
-        weights = jax.block_until_ready(publish(state.policy.params)) if updates_policy else None
+        weights = publish(state.policy.params) if updates_policy else None
+        if updates_policy:
+          jax.block_until_ready(state)  # the step itself, which is no wait
+        with rollouts.waits("publish"):
+          jax.block_until_ready(weights)
         rollouts.end_step(version, weights)
         saver.end_step(step, state)
 
         # Evaluate, sample, save: each when it is due.
-        evaluation.after(step, version, weights, saves=saver.due(step), look=rollouts.check)
+        with rollouts.waits("evaluation"):
+          evaluation.after(step, version, weights, saves=saver.due(step), look=rollouts.check)
         samples.after(step, batch.trajectories[0])
-        saver.after(step)
+        with rollouts.waits("save"):
+          saver.after(step)
 
       # Finish what lags behind the last step.
       samples.finish()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +18,12 @@ from sao_jax.learner.setup import Learner
 from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.rollout.buffer import TrajectoryBuffer
 from sao_jax.rollout.ledger import Ledger
-from sao_jax.rollout.outcomes import Outcome, Place
 from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training.consumed import Record
+from sao_jax.training.expectation import Expectation
 from sao_jax.training.phases import prompt_seed
+from sao_jax.training.step_metrics import StepMetrics, Waits
 from sao_jax.types import PyTree
 
 
@@ -44,6 +44,7 @@ class Rollouts:
   Attributes:
     loop: the asynchronous loop.
     interrupt: ends the wait for a batch.
+    waits: what the trainer waits for; whoever makes it wait counts it there.
   """
 
   def __init__(
@@ -57,6 +58,7 @@ class Rollouts:
     first_step: int = 0,
     deterministic: bool = False,
     look: Callable[[], None] = lambda: None,
+    expectation: Expectation | None = None,
   ):
     """Args:
     loop: the asynchronous loop, not started yet.
@@ -67,15 +69,19 @@ class Rollouts:
     first_step: train steps done before.
     deterministic: end, before a new version, what was begun under the old one.
     look: called now and then while waiting for a batch; may raise.
+    expectation: of what the bounds on staleness do to the data; None expects nothing.
     """
-    self.loop, self.interrupt = loop, interrupt
+    self.loop, self.interrupt, self.waits = loop, interrupt, Waits()
     self._batch_size, self._service, self._deterministic, self._look = batch_size, service, deterministic, look
-    self._record, self._step = record, first_step
+    self._record, self._step, self._expectation = record, first_step, expectation
     self._metrics: StepMetrics | None = None
 
   def __enter__(self) -> Rollouts:
     self.loop.start()
-    self._metrics = StepMetrics(self.loop)
+    stats = self._service.stats if self._service is not None else dict
+    self._metrics = StepMetrics(self.loop, self.waits, stats)
+    if self._expectation is not None:  # a resumed run knows its episodes
+      self._expectation.look(self.loop)
     return self
 
   def __exit__(self, *exc: object) -> None:
@@ -94,7 +100,8 @@ class Rollouts:
       self._look()
       self.check()
       try:
-        batch = self.loop.buffer.take(self._batch_size, version, timeout=POLL)
+        with self.waits("take"):
+          batch = self.loop.buffer.take(self._batch_size, version, timeout=POLL)
       except TimeoutError:
         self.check()  # a TimeoutError of the rollout side itself is not ours to swallow
         continue
@@ -113,7 +120,12 @@ class Rollouts:
     self._step += 1
     if self._record is not None:
       self._record.write(self._step, trajectories)
-    return self._metrics.read(trajectories)
+    metrics = self._metrics.read(trajectories)
+    if self._expectation is not None:
+      self._expectation.look(self.loop)
+      metrics["expected_used_over_generated_latency"] = self._expectation.expected.used_over_generated
+      metrics["expected_dropped_fraction"] = self._expectation.expected.dropped
+    return metrics
 
   def end_step(self, version: int, params: PyTree | None = None) -> None:
     """Ends the step of the batch that was taken: it is trained on, and `version` is the policy's from now on.
@@ -126,7 +138,8 @@ class Rollouts:
         None for a step that left the policy as it is, like those of the critic alone.
     """
     if self._deterministic:
-      self.loop.wait_until_idle()
+      with self.waits("take"):
+        self.loop.wait_until_idle()
     if params is not None:
       self._service.publish(params, version)
     self.loop.on_version(version)
@@ -178,7 +191,13 @@ def make_rollouts(
     first_step=step,
     deterministic=rollout.deterministic,
     look=look,
+    expectation=Expectation(rollout, _places(learner.config)),
   )
+
+
+def _places(config: RunConfig) -> int:
+  """Episodes at the same time."""
+  return config.rollout.max_in_flight or config.sampler.num_slots
 
 
 def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, version: int) -> RolloutLoop:
@@ -209,7 +228,7 @@ def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, ver
     rollout,
     context_length=config.sampler.context_length,
     vocab_size=config.model.vocab_size,
-    max_in_flight=rollout.max_in_flight or config.sampler.num_slots,
+    max_in_flight=_places(config),
     temperature=config.sampler.temperature,
     watchdog_seconds=config.training.watchdog_seconds,
   )
@@ -220,37 +239,3 @@ def _prompts(config: RunConfig, tokenizer: Any, phase: str) -> Any:
   source = config.environment.prompts(tokenizer, "train", config.training.seed)
   shard = data_process_index(), data_process_count()
   return make_prompt_iterator(source, seed=prompt_seed(config, phase), shard=shard)
-
-
-class StepMetrics:
-  """Host-side numbers of each train step, from the loop's running sums."""
-
-  def __init__(self, loop: RolloutLoop):
-    self._loop, self._before, self._began = loop, loop.stats(), time.monotonic()
-
-  def read(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Returns the numbers since the last call; call it once per step, with the step's trajectories."""
-    stats, now = self._loop.stats(), time.monotonic()
-
-    # Times, since the last call.
-    since = {
-      name: stats[name] - self._before[name] for name in ("trainer_wait_seconds", "busy_slot_seconds", "slot_seconds")
-    }
-    seconds = max(now - self._began, 1e-9)
-    metrics = {
-      "step_seconds": seconds,
-      "trainer_idle_fraction": since["trainer_wait_seconds"] / seconds,
-      "slot_idle_fraction": 1.0 - since["busy_slot_seconds"] / max(since["slot_seconds"], 1e-9),
-      "response_length_mean": float(np.mean([t.num_sampled for t in trajectories])),
-      "turns_mean": float(np.mean([len(t.turn_starts) for t in trajectories])),
-      "truncated_fraction": float(np.mean([t.status.truncated for t in trajectories])),
-      "latency_mean": float(np.mean([t.info.get("latency", 0.0) for t in trajectories])),
-    }
-
-    # Counts and means over the run; `stats` has checked that the first of these is the sum of the others.
-    metrics |= {f"rollouts_{name}": stats[name] for name in ("submitted", *(part.value for part in (*Place, *Outcome)))}
-    metrics["rollouts_by_reason"] = {name: count for name, count in stats.items() if "/" in name}
-    over_the_run = ("mean_generated_latency", "mean_used_latency", "masked_tokens", "retries", "drop_rate_by_length")
-    metrics |= {name: stats[name] for name in over_the_run} | {"event_loop_gap": stats["max_event_loop_gap"]}
-    self._before, self._began = stats, now
-    return metrics

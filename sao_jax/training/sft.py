@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from sao_jax.report.run_log import RunLog
 from sao_jax.run_lock import run_lock
 from sao_jax.training import phases
 from sao_jax.training.origins import warn_of_later_phases
+from sao_jax.training.step_metrics import StepClock
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrajectoryBatch
 
 # Sources may draw a prompt from (seed, id): the expert's mistakes must come from another stream than the question.
@@ -150,12 +152,17 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
     if restored is None or restored.step < config.sft.steps:
       warn_of_later_phases(workdir, phases.SFT, phases.PHASES[1:])
     if restored is None:
+      clock = StepClock()
       params = phases.initial_policy(config, learner, workdir, earlier=())
       step, network = 0, make_network_state(learner.policy, learner.layout, params)
     else:
       step, network, host_state = restored
       check_lora_scale(config, network.params)
       demonstrations.prompts.set_state(host_state["prompts"])
+      clock = StepClock(host_state.get("seconds", 0.0))  # early checkpoints do not say
+
+    def host_state() -> dict[str, Any]:
+      return {"prompts": demonstrations.prompts.get_state(), "seconds": clock.seconds}
 
     with RunLog(
       workdir,
@@ -171,16 +178,16 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
         batch = packed_batch(learner, demonstrations.batch())
         network, metrics = train_step(network, batch.rows)
         step += 1
-        log.push(step, metrics)
+        log.push(step, metrics | clock.lap(batch.trajectories))
 
         # Save, if it is due.
         if checkpointer.due(step):
           log.flush()
-          checkpointer.save(step, network, {"prompts": demonstrations.prompts.get_state()})
+          checkpointer.save(step, network, host_state())
       log.flush()
 
     # The last state, or that of an interruption.
-    checkpointer.save(step, network, {"prompts": demonstrations.prompts.get_state()})
+    checkpointer.save(step, network, host_state())
     checkpointer.wait()
 
   if interrupt.requested:

@@ -177,3 +177,25 @@ def test_number_of_steps():
   assert best_num_steps(full(3, 100, 100, 100), 8, overhead=2.0) == 8  # 12 / 5 < 27 / 10
   assert best_num_steps(full(2, 2, 2, 100), 8) == 2
   assert best_num_steps(full(1), 1) == 1
+
+
+def test_the_time_of_slots_is_told_apart():
+  """One second a tick: 2 of 3 slots take a turn, one of which ends and waits for its environment; the third is free."""
+  now = [0.0]
+  _, scheduler = make(num_slots=3, decode_steps=4, clock=lambda: now[0])
+  scheduler.submit(request(0, max_tokens=4, keep_slot=True), lambda result: None)
+  scheduler.submit(request(1, max_tokens=8), lambda result: None)
+  spent = []
+  for _ in range(5):
+    scheduler.tick()
+    now[0] += 1.0
+    seconds = scheduler.stats()
+    spent.append([seconds[f"{state}_slot_seconds"] for state in ("decoding", "prefilling", "waiting", "free")])
+  rounds = np.diff([[0.0] * 4, *spent], axis=0).tolist()
+  assert rounds == [
+    [0, 2, 0, 1],  # both begin
+    [2, 0, 0, 1],  # one ends in the dispatch that is read now, the other in the next
+    [1, 0, 1, 1],
+    [0, 0, 1, 2],
+    [0, 0, 1, 2],
+  ]

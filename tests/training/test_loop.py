@@ -22,7 +22,9 @@ from sao_jax.learner.packing import pack, shard_batch
 from sao_jax.report.metrics import read_metrics
 from sao_jax.report.page import append_episode, read_episodes, write_report
 from sao_jax.rollout.outcomes import EnvironmentDown
+from sao_jax.sampler.slot_times import SLOT_STATES
 from sao_jax.training import loop, phases, sft
+from sao_jax.training.step_metrics import WAITS
 
 
 def leaves(tree):
@@ -114,7 +116,12 @@ def test_metrics_tell_what_happened(finished):
     assert line["rollouts_submitted"] == sum(line[f"rollouts_{name}"] for name in places + outcomes)
     assert line["lag_max"] <= config.rollout.max_staleness
     assert line["lag_negative"] == 0
-    assert 0 <= line["trainer_idle_fraction"] <= 1 and 0 <= line["slot_idle_fraction"] <= 1
+    assert 0 <= line["trainer_idle_fraction"] <= 1 and 0 <= line["place_idle_fraction"] <= 1
+    assert line["trainer_idle_fraction"] == pytest.approx(sum(line[f"{name}_wait_fraction"] for name in WAITS))
+    assert sum(line[f"sampler_{state}_fraction"] for state in SLOT_STATES) == pytest.approx(1.0)
+    assert line["tokens_per_second"] * line["step_seconds"] == pytest.approx(line["num_trained_tokens"])
+    assert line["trajectories_per_second"] > 0 and line["sampled_tokens_per_second"] >= 0
+  assert lines[-1]["seconds"] == pytest.approx(sum(line["step_seconds"] for line in lines))
   evaluated = [line["policy_version"] for line in read_metrics(workdir, "train") if "heldout_success" in line]
   assert evaluated == [0, 4]
 

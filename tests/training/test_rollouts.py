@@ -40,6 +40,9 @@ class Service:
     self.published.append((params, version, self.loop.stats()["in_flight"]))
     self.sampler.version = version
 
+  def stats(self):
+    return {}
+
 
 def make(record=None, interrupt=None, look=lambda: None, delay=0.0, **config) -> tuple[Rollouts, Service]:
   sampler = Sampler(delay=lambda rollout_id: delay)
@@ -159,6 +162,7 @@ def test_metrics_are_those_since_the_step_before():
       metrics = rollouts.consumed(batch.trajectories)
       assert metrics["rollouts_in_training"] == 4 and metrics["rollouts_trained"] == 4 * version
       assert 0.5 < metrics["trainer_idle_fraction"] <= 1.0 and 0 < metrics["step_seconds"] < 20
+      assert metrics["take_wait_fraction"] == metrics["trainer_idle_fraction"]
       assert metrics["turns_mean"] == 2.0 and metrics["truncated_fraction"] == 0.0
       rollouts.end_step(version + 1)
 

@@ -19,6 +19,7 @@ from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.sampler.slot_times import SLOT_STATES
 
 WAITS = ("take", "compile", "publish", "evaluation", "save")
+OVER_THE_RUN = ("masked_tokens", "retries", "cancelled", "drop_rate_by_length")
 WINDOW = 50  # steps over which used episodes are compared with generated ones
 
 
@@ -133,7 +134,7 @@ class StepMetrics:
     # Totals of the run; `stats` has checked that the first of these is the sum of the others.
     metrics |= {f"rollouts_{name}": stats[name] for name in ("submitted", *(part.value for part in (*Place, *Outcome)))}
     metrics["rollouts_by_reason"] = {name: count for name, count in stats.items() if "/" in name}
-    metrics |= {f"run_{name}": stats[name] for name in ("masked_tokens", "retries", "cancelled", "drop_rate_by_length")}
+    metrics |= {f"run_{name}": stats[name] for name in OVER_THE_RUN}
     self._before, self._sampler_before = stats, sampler
     self._window.append(stats)
     return metrics

@@ -21,6 +21,8 @@ def stop(number: int, frame: FrameType | None) -> None:
   os._exit(EXIT_INTERRUPTED)
 
 
+stop.ends_process = True  # see sao_jax.interrupt
+
 # `python -m launch.NAME` is looking for NAME, whose imports take seconds. A shell may have had SIGINT ignored.
 if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
   signal.signal(signal.SIGINT, stop)

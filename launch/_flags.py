@@ -10,35 +10,34 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib.util
-import json
 import logging as python_logging
 import os
 import pathlib
 import re
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
+from launch import EXIT_INTERRUPTED
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree, field_values
 from sao_jax.configuration.listing import listing
+from sao_jax.configuration.module_file import load_module
 from sao_jax.configuration.paths import check_storable, expand
 from sao_jax.configuration.relations import validate
+from sao_jax.configuration.run_record import check_viewed, read_config
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.pretrained import with_folder_shape
 from sao_jax.interrupt import Interrupted
 from sao_jax.parallel.process import initialize_processes
-from sao_jax.training.phases import PHASES
 
 flags.disclaim_key_flags()  # --help of a launcher shows these flags as its own
 
-CONFIG_FILE = "config.json"
 EXIT_BAD_INPUT = 2
+EXIT_RESUMABLE = 75  # interrupted and saved, EX_TEMPFAIL of sysexits.h: the same command goes on
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 _OVERRIDE = re.compile(r"--?(?P<no>no)?config\.(?P<path>.+)")
@@ -48,30 +47,49 @@ _HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort", "--helpfull
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-  """A command line as it was read: the configuration with its overrides, that of the file, and the workdir if given."""
+  """A command line as it was read.
+
+  Attributes:
+    config: the configuration with its overrides.
+    unchanged: that of the file.
+    workdir: the working directory, if given.
+    explicit: the fields that the overrides have set.
+  """
 
   config: RunConfig
   unchanged: RunConfig
   workdir: str | None
+  explicit: frozenset[str] = frozenset()
 
 
 def run(
-  main: Callable[[RunConfig, str], Any], *, training: bool = False, writes: bool = True, needs_run: bool = True
-) -> None:
+  main: Callable[[RunConfig, str], Any],
+  *,
+  training: bool = False,
+  writes: bool = True,
+  needs_run: bool = True,
+  configured: bool = True,
+) -> NoReturn:
   """Parses the command line, checks it, and calls `main(config, workdir)`; never returns.
 
   The configuration is validated here, for `training` or not, before anything is written; `main` need not do it again.
+  A launcher may define absl flags of its own. Programs that only look at a run have `writes=False`: without --config
+  they take the run's own configuration, and refuse that of another run. The run must be there, unless with
+  `needs_run=False` model.checkpoint names a model. `configured=False`: `main` makes nothing of the configuration.
 
-  Bad input, found here or raised by `main` as ConfigError, ends the program with its message on standard error and exit
-  status 2; `Interrupted`, with status 0; Ctrl-C before `main` waits for it, with one line and status 130. A
-  launcher may define absl flags of its own. `writes=False` (programs that only look at a run) leaves
-  `workdir/config.json` as it is; the run must be there, unless with `needs_run=False` model.checkpoint names a model.
+  The exit status is what `main` returns, if it is a number, else 0. Bad input, found here or raised by `main` as
+  ConfigError, ends the program with its message on standard error and status 2; `Interrupted`, and a Ctrl-C for which
+  nothing waits, with one line and status 130.
   """
   try:
-    config, workdir = parse(sys.argv)
+    given = read(sys.argv, viewing=not writes, configured=configured)
+    workdir = _workdir(given)
+    config = given.config
     without_run = not needs_run and bool(config.model.checkpoint)
     if not writes and not without_run and not os.path.isdir(workdir):
       raise ConfigError("--workdir", f"there is no directory {workdir}.", "Name the --workdir of a run.")
+    if not writes and configured:
+      check_viewed(config, expand(workdir), given.explicit)
     check_writable(workdir)
   except ConfigError as error:
     refuse(error)
@@ -79,44 +97,69 @@ def run(
   # What absl sets up for a program comes first: logging, and the report of an exception that nobody expected.
   def start(_: Sequence[str]) -> None:
     set_up_logging()
+    status: Any = EXIT_INTERRUPTED
     try:
       initialize_processes()
-      validate(config, training=training)
-      if writes:
-        write_config(config, workdir)
-      main(config, workdir)
+      if configured:
+        validate(config, training=training)
+      status = main(config, workdir)
     except Interrupted:
       logging.info("Interrupted: there is no result, and nothing was written.")
     except ConfigError as error:
       refuse(error)
+    leave(status if isinstance(status, int) else 0)
 
   app.run(start, argv=sys.argv[:1], flags_parser=lambda argv: argv)
+  raise AssertionError("absl ends the program")
+
+
+def leave(status: int) -> None:
+  """Ends the program; after an interruption without waiting for what still compiles in other threads."""
+  if status in (EXIT_INTERRUPTED, EXIT_RESUMABLE):
+    logging.flush()
+    for stream in (sys.stdout, sys.stderr):
+      stream.flush()
+    os._exit(status)
+  sys.exit(status)
 
 
 def parse(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> tuple[RunConfig, str]:
   """Returns the configuration with its overrides, and the working directory. Raises ConfigError for bad input."""
   given = read(argv, flag_values)
+  return given.config, _workdir(given)
+
+
+def _workdir(given: CommandLine) -> str:
+  """The working directory, which must be given, and of which checkpoints could be read again."""
   if not given.workdir:
     raise ConfigError("--workdir", "it is missing.", "Name a directory to write to, as in --workdir=runs/a.")
   workdir = os.path.expanduser(given.workdir)
   check_storable(expand(workdir), "--workdir")
-  return given.config, workdir
+  return workdir
 
 
-def read(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> CommandLine:
-  """Reads the command line; --help prints the flags and the fields, and exits. Raises ConfigError for bad input."""
+def read(
+  argv: Sequence[str],
+  flag_values: flags.FlagValues = flags.FLAGS,
+  *,
+  viewing: bool = False,
+  configured: bool = True,
+) -> CommandLine:
+  """Reads the command line; --help prints the flags and the fields, and exits. Raises ConfigError for bad input.
+
+  With `viewing`, the configuration that the run in --workdir has recorded is the one where --config is left out; with
+  `configured=False` it may be missing there, too.
+  """
   flags.DEFINE_string("config", None, "Python file whose get_config() returns a RunConfig.", flag_values=flag_values)
   flags.DEFINE_string("workdir", None, "Directory of checkpoints, metrics and reports.", flag_values=flag_values)
   flags.DEFINE_integer("seed", None, "Sets training.seed.", lower_bound=0, flag_values=flag_values)
   app.define_help_flags()
-  path, asked = _config_path(argv), [argument for argument in argv if argument in _HELP]
+  path, asked = _flag_value(argv, "config"), [argument for argument in argv if argument in _HELP]
   if asked:
     _show_help(argv[:1] + asked[:1], flag_values, RunConfig(environment=None) if path is None else load_config(path))
-  if path is None:
-    raise ConfigError("--config", "it is missing.", f"Pass one, as in --config={_configs()[0]}.")
+  unchanged = load_config(path) if path is not None else _recorded(argv, viewing=viewing, configured=configured)
 
   # What is left of the command line once the fields are taken out is for absl.
-  unchanged = load_config(path)
   overrides, rest = _take_overrides(argv, unchanged)
   try:
     left_over = flag_values(rest)[1:]
@@ -127,7 +170,22 @@ def read(argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS) -> Co
   if flag_values["seed"].value is not None:
     overrides["training.seed"] = flag_values["seed"].value
   config = with_folder_shape(config_tree.replace(unchanged, overrides), overrides)
-  return CommandLine(config, unchanged, flag_values["workdir"].value)
+  return CommandLine(config, unchanged, flag_values["workdir"].value, frozenset(overrides))
+
+
+def _recorded(argv: Sequence[str], *, viewing: bool, configured: bool) -> RunConfig:
+  """The configuration of the run in --workdir. Raises ConfigError when --config is needed."""
+  workdir = _flag_value(argv, "workdir")
+  if not (viewing and workdir):
+    raise ConfigError("--config", "it is missing.", f"Pass one, as in --config={_configs()[0]}.")
+  if not os.path.isdir(os.path.expanduser(workdir)):
+    raise ConfigError("--workdir", f"there is no directory {workdir}.", "Name the --workdir of a run.")
+  try:
+    return read_config(expand(workdir))
+  except ConfigError:
+    if configured:
+      raise
+    return RunConfig(environment=None)
 
 
 def load_config(path: str) -> RunConfig:
@@ -136,21 +194,17 @@ def load_config(path: str) -> RunConfig:
   file = next((place for place in (pathlib.Path(path), REPOSITORY / path) if place.is_file()), None)
   if file is None:
     raise ConfigError("--config", f"there is no file {path}.", f"Choose one of {', '.join(_configs())}, or write one.")
-  name = f"sao_jax_config_{file.stem}"
-  spec = importlib.util.spec_from_file_location(name, file)
-  if spec is None or file.suffix != ".py":
-    raise ConfigError("--config", f"{path} is not a Python file.", "Name a .py file that defines get_config().")
 
   # A field that a section does not have is a TypeError of Python; any other error is shown as it is.
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module  # dataclasses look their module up
   try:
-    spec.loader.exec_module(module)
+    module = load_module(file)
+    if module is None:
+      raise ConfigError("--config", f"{path} is not a Python file.", "Name a .py file that defines get_config().")
     if not hasattr(module, "get_config"):
       raise ConfigError("--config", f"{path} defines no get_config().", "Add a function that returns a RunConfig.")
     config = module.get_config()
   except TypeError as error:
-    unknown = _unknown_argument(error, module)
+    unknown = _unknown_argument(error, file)
     if unknown is None:
       raise
     raise unknown from error
@@ -175,35 +229,6 @@ def check_writable(workdir: str) -> None:
     raise ConfigError("--workdir", f"cannot write to {workdir}: {error.strerror}.", remedy) from error
 
 
-def write_config(config: RunConfig, workdir: str) -> None:
-  """Writes `workdir/config.json`; when there was one, logs the fields that differ from it.
-
-  Raises:
-    ConfigError: the directory holds checkpoints of a run with another name or seed, from which this one would go on.
-  """
-  path = pathlib.Path(workdir) / CONFIG_FILE
-  new = config_tree.to_json(config)
-  if path.exists():
-    try:
-      old = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # cut short: there is nothing to compare with
-      old = new
-    begun = any(step.name.isdigit() for phase in PHASES for step in (path.parent / phase).glob("*"))
-    for field, before, now in config_tree.differences(old, new):
-      if begun and field in ("name", "training.seed"):
-        raise ConfigError(
-          "--workdir",
-          f"{workdir} holds a run with {field}={before!r}, this one has {now!r}.",
-          "Pass a --workdir of its own for every run, or the old value to go on with the old run.",
-        )
-      logging.warning("The configuration differs from the last run's: %s was %s, is %s.", field, before, now)
-
-  # Whole or not at all, whatever interrupts it.
-  temporary = path.with_suffix(f".{os.getpid()}.tmp")
-  temporary.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
-  os.replace(temporary, path)
-
-
 def _show_help(argv: Sequence[str], flag_values: flags.FlagValues, config: RunConfig) -> NoReturn:
   """Has absl print the flags, which ends the program; on the way out, prints the fields of the configuration."""
   try:
@@ -212,14 +237,14 @@ def _show_help(argv: Sequence[str], flag_values: flags.FlagValues, config: RunCo
     sys.stdout.write(f"\nFields of --config, to be set as in --config.training.steps=5:\n\n{listing(config)}")
 
 
-def _config_path(argv: Sequence[str]) -> str | None:
-  """Looks for `--config=PATH` or `--config PATH`: the file must be known before its fields can be read."""
-  path = None
+def _flag_value(argv: Sequence[str], flag: str) -> str | None:
+  """Looks for `--FLAG=VALUE` or `--FLAG VALUE`: the file must be known before its fields can be read."""
+  found = None
   for index, argument in enumerate(argv):
     name, given, value = argument.partition("=")
-    if name in ("--config", "-config"):
-      path = value if given else "".join(argv[index + 1 : index + 2])
-  return path
+    if name in (f"--{flag}", f"-{flag}"):
+      found = value if given else "".join(argv[index + 1 : index + 2])
+  return found
 
 
 def _take_overrides(argv: Sequence[str], config: RunConfig) -> tuple[dict[str, Any], list[str]]:
@@ -249,20 +274,21 @@ def _take_overrides(argv: Sequence[str], config: RunConfig) -> tuple[dict[str, A
   return overrides, rest
 
 
-def _unknown_argument(error: TypeError, module: types.ModuleType) -> ConfigError | None:
+def _unknown_argument(error: TypeError, file: pathlib.Path) -> ConfigError | None:
   """The error for a field that a config file gives to a section without it; None for any other TypeError."""
   match = _UNKNOWN_ARGUMENT.search(str(error))
   if match is None:
     return None
   section, name = match["section"], match["name"]
-  of_package = [loaded for name, loaded in list(sys.modules.items()) if name.startswith("sao_jax.")]
-  found = (vars(loaded).get(section) for loaded in (module, *of_package))  # its own first: others share names
+  loaded = [module for name, module in list(sys.modules.items()) if name.startswith(("sao_jax.", "sao_jax_"))]
+  loaded.sort(key=lambda module: getattr(module, "__file__", None) != str(file.absolute()))
+  found = (vars(module).get(section) for module in loaded)
   class_ = next((each for each in found if dataclasses.is_dataclass(each)), None)
   if class_ is None:
     return None
 
   known = [field.name for field in dataclasses.fields(class_)]
-  problem = f"there is no such field; {module.__file__} sets it."
+  problem = f"there is no such field; {file} sets it."
   return config_tree.unknown_field(f"{section}.{name}", known, problem, f"Its fields are {', '.join(known)}.")
 
 

@@ -1,18 +1,20 @@
 """Measures the held-out success of the newest policy in a workdir, with its confidence interval.
 
-python -m launch.evaluate --config=configs/calculator.py --workdir=runs/calculator [--phase=sft]
+python -m launch.evaluate --workdir=runs/calculator [--phase=sft]
 """
 
 from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 from absl import flags, logging
 
 from launch import _flags
 from sao_jax import interrupt
 from sao_jax.config import RunConfig
+from sao_jax.configuration import config_tree
 from sao_jax.evaluation import heldout
 from sao_jax.learner import sampler_side, setup
 from sao_jax.report import metrics
@@ -31,7 +33,7 @@ def main(config: RunConfig, workdir: str) -> None:
     result = heldout.evaluate(config, sampler_side.make_publisher(learner)(params), version, stop)
 
   logging.info("%s, version %d: held-out success %s", phase, version, result.success)
-  record = {"phase": phase, "policy_version": version} | result.metrics()
+  record = {"phase": phase, "policy_version": version} | _origin(config, workdir, phase) | result.metrics()
   path = pathlib.Path(workdir) / f"evaluation_{phase}.json"
   path.write_text(json.dumps(metrics.to_json(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -40,6 +42,19 @@ def main(config: RunConfig, workdir: str) -> None:
     failed = f"each of the {result.ungraded} episodes failed; the log says why. Mend the environment"
     empty = "the held-out split has no prompts. Give the environment some"
     raise SystemExit(f"error: nothing could be graded: {failed if result.ungraded else empty}, and evaluate again.")
+
+
+def _origin(config: RunConfig, workdir: str, phase: str) -> dict[str, Any]:
+  """The policy that was measured, and on what: a rate says nothing without them."""
+  folder = pathlib.Path(workdir) / phase
+  settings = config.evaluation
+  return {
+    "checkpoint": config.model.checkpoint if phase == phases.BASE else str(folder / str(phases.latest_step(folder))),
+    "config": {"name": config.name, "environment": config_tree.to_json(config.environment)},
+    "seed": config.training.seed,
+    "prompts": {"split": "heldout", "seed": settings.seed, "at_most": settings.prompts},
+    "temperature": settings.temperature,
+  }
 
 
 if __name__ == "__main__":

@@ -5,10 +5,15 @@ python -m launch.pretrain_value --config=configs/calculator.py --workdir=runs/ca
 
 from __future__ import annotations
 
-import functools
-
 from launch import _flags
+from sao_jax.config import RunConfig
 from sao_jax.training import loop
 
+
+def main(config: RunConfig, workdir: str) -> int:
+  """Runs the phase; returns the exit status."""
+  return _flags.EXIT_RESUMABLE if loop.pretrain_value(config, workdir, validated=True).interrupted else 0
+
+
 if __name__ == "__main__":
-  _flags.run(functools.partial(loop.pretrain_value, validated=True), training=True)
+  _flags.run(main, training=True)

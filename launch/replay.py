@@ -1,6 +1,6 @@
 """Replays a recorded run synchronously, and compares the parameters with the run's, bit for bit.
 
-python -m launch.replay --config=configs/calculator.py --workdir=runs/calculator
+python -m launch.replay --workdir=runs/calculator
 
 The run must have been trained with --config.rollout.record=True or --config.rollout.deterministic=True. Exit status 1
 when anything differs, as it may on another machine or number of devices.

@@ -1,6 +1,6 @@
 """Draws the curves of a run, and one HTML page with the curves and three episodes.
 
-python -m launch.report --config=configs/calculator.py --workdir=runs/calculator
+python -m launch.report --workdir=runs/calculator
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ def main(config: RunConfig, workdir: str) -> None:
 
 
 if __name__ == "__main__":
-  _flags.run(main, writes=False)
+  _flags.run(main, writes=False, configured=False)

@@ -1,6 +1,6 @@
 """Prints one held-out episode of the newest policy: prompt, actions and observations, each marked as such.
 
-python -m launch.sample --config=configs/calculator.py --workdir=runs/calculator [--prompt=3] [--phase=sft]
+python -m launch.sample --workdir=runs/calculator [--prompt=3] [--phase=sft]
 """
 
 from __future__ import annotations

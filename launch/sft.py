@@ -5,10 +5,19 @@ python -m launch.sft --config=configs/calculator.py --workdir=runs/calculator
 
 from __future__ import annotations
 
-import functools
+import pathlib
 
 from launch import _flags
-from sao_jax.training import sft
+from sao_jax.config import RunConfig
+from sao_jax.training import phases, sft
+
+
+def main(config: RunConfig, workdir: str) -> int:
+  """Runs the phase; returns the exit status."""
+  sft.sft(config, workdir, validated=True)
+  done = phases.latest_step(pathlib.Path(workdir) / phases.SFT) or 0
+  return _flags.EXIT_RESUMABLE if done < config.sft.steps else 0
+
 
 if __name__ == "__main__":
-  _flags.run(functools.partial(sft.sft, validated=True), training=True)
+  _flags.run(main, training=True)

@@ -8,15 +8,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import sys
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sao_jax.config import RunConfig
 from sao_jax.configuration.field_values import conform
 from sao_jax.errors import ConfigError
 
 MISSING = "(no such field)"  # on one side of a difference
 TYPE_KEY = "dataclass"  # in JSON: the name of the dataclass that a mapping was
+MODULE_KEY, FILE_KEY = "module", "file"  # in JSON: where that class stands, if not in sao_jax.config
 
 
 def is_section(value: Any) -> bool:
@@ -112,7 +115,8 @@ def nearest(value: str, choices: tuple[str, ...]) -> str:
 def to_json(value: Any) -> Any:
   """Plain JSON values: dataclasses as objects that name their type, tuples as lists, enums by value."""
   if is_section(value):
-    return {TYPE_KEY: type(value).__qualname__} | {name: to_json(getattr(value, name)) for name in annotations(value)}
+    fields = {name: to_json(getattr(value, name)) for name in annotations(value)}
+    return {TYPE_KEY: type(value).__qualname__} | _place(type(value)) | fields
   if isinstance(value, list | tuple):
     return [to_json(item) for item in value]
   if isinstance(value, Mapping):
@@ -122,10 +126,22 @@ def to_json(value: Any) -> Any:
   return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
+def _place(class_: type) -> dict[str, str]:
+  """Names the module of a class, and outside this package the file, too."""
+  name = class_.__module__
+  if name == RunConfig.__module__:
+    return {}
+  file = getattr(sys.modules.get(name), "__file__", None)
+  return {MODULE_KEY: name} | ({FILE_KEY: file} if file and not name.startswith("sao_jax.") else {})
+
+
 def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-  """The (path, old, new) of all fields in which two `to_json` results differ; MISSING where one has no such field."""
+  """The (path, old, new) of all fields in which two `to_json` results differ; MISSING where one has no such field.
+
+  Where a class was found makes no difference.
+  """
   if not isinstance(old, Mapping) or not isinstance(new, Mapping):
     return [] if old == new else [(prefix.rstrip("."), old, new)]
-  names = dict.fromkeys([*old, *new])
+  names = [name for name in dict.fromkeys([*old, *new]) if name not in (MODULE_KEY, FILE_KEY) or TYPE_KEY not in new]
   pairs = ((name, old.get(name, MISSING), new.get(name, MISSING)) for name in names)
   return [change for name, before, now in pairs for change in differences(before, now, f"{prefix}{name}.")]

@@ -29,12 +29,12 @@ from sao_jax.learner.setup import Learner, make_learner, rows_multiple
 from sao_jax.report.episode_samples import EpisodeSamples
 from sao_jax.report.metrics import evaluated_versions
 from sao_jax.report.run_log import RunLog
-from sao_jax.run_lock import run_lock
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training import phases
 from sao_jax.training.heap import frozen_heap
 from sao_jax.training.phases import EXPLAINED_VARIANCE, Phase, Start
 from sao_jax.training.rollouts import make_rollouts
+from sao_jax.training.run_folder import open_run
 from sao_jax.training.saver import Saver
 from sao_jax.types import PyTree, TrainState
 
@@ -49,7 +49,7 @@ class Result:
   Attributes:
     state: the last train state.
     step: train steps done.
-    interrupted: True if the process was asked to stop.
+    interrupted: True if the process was asked to stop before the phase was over.
     evaluation: the last one that was collected; None without any.
   """
 
@@ -64,9 +64,9 @@ def pretrain_value(config: RunConfig, workdir: str | os.PathLike, *, validated: 
 
   `validated`: the caller has called `validate`.
   """
-  config = dataclasses.replace(config, critic_optimizer=config.value_pretraining.optimizer)
+  changed = dataclasses.replace(config, critic_optimizer=config.value_pretraining.optimizer)
   phase = phases.value_pretraining(config)
-  return run_phase(config, pathlib.Path(workdir), phase, freeze=False, validated=validated)
+  return run_phase(changed, pathlib.Path(workdir), phase, freeze=False, validated=validated, recorded=config)
 
 
 def train(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = False) -> Result:
@@ -83,7 +83,13 @@ def train(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fa
 
 
 def run_phase(
-  config: RunConfig, workdir: pathlib.Path, phase: Phase, *, freeze: bool, validated: bool = False
+  config: RunConfig,
+  workdir: pathlib.Path,
+  phase: Phase,
+  *,
+  freeze: bool,
+  validated: bool = False,
+  recorded: RunConfig | None = None,
 ) -> Result:
   """Runs a phase to its end, or to an interruption, from its newest checkpoint if it has one.
 
@@ -93,6 +99,7 @@ def run_phase(
     phase: the steps to run.
     freeze: False trains the frozen part of the critic too.
     validated: the caller has called `validate`.
+    recorded: the configuration to record in `workdir`, if the phase has changed it.
   """
   # Whatever cannot work is refused before any work starts.
   if not validated:
@@ -107,13 +114,17 @@ def run_phase(
   # Ctrl-C ends the phase after the step in progress, and saves it; a second one ends the program at once.
   settings = config.training
   with (
-    run_lock(workdir, patience=settings.lock_seconds, first_process=jax.process_index() == 0),
+    open_run(recorded or config, workdir) as record,
     Checkpointer(workdir / phase.name, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
-    Interrupt() as interrupt,
+    Interrupt(saves=False) as interrupt,
   ):
     start = phases.restore_or_begin(config, learner, workdir, phase, checkpointer)
     if phase.policy_steps:
       learner = phases.settle_objective(learner, critic_pretrained=start.critic_pretrained)
+    record()
+    if _is_finished(config, workdir, phase, start):
+      logging.info("%s: all steps are done (%d), there is nothing left to do.", phase.name, start.step)
+      return Result(start.state, start.step, interrupted=False, evaluation=None)
     result = _run(config, learner, workdir, phase, start, checkpointer, interrupt)
 
   if result.interrupted:
@@ -148,6 +159,8 @@ def _run(
     ) as evaluation,
     frozen_heap(),
   ):
+    # Until here nothing was begun that could be lost.
+    interrupt.saves = True
     if config.training.audit:
       audit_at_start(config, learner, service, state.policy.params, interrupt)
 
@@ -200,7 +213,17 @@ def _run(
       log.flush()
       evaluation.finish(version, look=rollouts.check)
     saver.save()
-  return Result(state, step, interrupt.requested, evaluation.last)
+  ended = phases.ended(config, phase, step, log.history[EXPLAINED_VARIANCE]) and evaluation.version is None
+  return Result(state, step, interrupt.requested and not ended, evaluation.last)
+
+
+def _is_finished(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Start) -> bool:
+  """Tells whether a phase has nothing left to do: no step, and no evaluation of the last version."""
+  if not phases.ended(config, phase, start.step, start.explained_variance):
+    return False
+  last = phase.version(start.step)
+  measured = not config.evaluation.every or not phase.policy_steps or last in evaluated_versions(workdir, phase.name)
+  return measured and start.restored_step is not None
 
 
 def _make_log(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Start) -> RunLog:

@@ -28,9 +28,9 @@ from sao_jax.learner.packing import check_row_counts
 from sao_jax.learner.setup import abstract_network, make_learner, make_network_state, rows_multiple
 from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.report.run_log import RunLog
-from sao_jax.run_lock import run_lock
 from sao_jax.training import phases
 from sao_jax.training.origins import warn_of_later_phases
+from sao_jax.training.run_folder import open_run
 from sao_jax.training.step_metrics import StepClock
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrajectoryBatch
 
@@ -134,7 +134,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
   # Set-up: the policy alone, with the optimiser of this phase.
   workdir = expand(workdir)
   check_storable(workdir, "--workdir")
-  config = dataclasses.replace(config, policy_optimizer=config.sft.optimizer)
+  recorded, config = config, dataclasses.replace(config, policy_optimizer=config.sft.optimizer)
   learner = make_learner(config)
   check_row_counts(config.rollout.row_counts, rows_multiple(learner))
   settings = config.training
@@ -143,9 +143,9 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
   train_step = make_sft_step(policy, config.algorithm.micro_batches)
 
   with (
-    run_lock(workdir, patience=settings.lock_seconds, first_process=jax.process_index() == 0),
+    open_run(recorded, workdir) as record,
     Checkpointer(workdir / phases.SFT, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
-    Interrupt() as interrupt,
+    Interrupt(saves=False) as interrupt,
   ):
     # Begin, or go on from the newest checkpoint: network and position in the prompts belong together.
     restored = checkpointer.restore(abstract_network(learner.policy, learner.layout))
@@ -160,6 +160,9 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       check_lora_scale(config, network.params)
       demonstrations.prompts.set_state(host_state["prompts"])
       clock = StepClock(host_state.get("seconds", 0.0))  # early checkpoints do not say
+    record()
+    if step >= config.sft.steps:
+      logging.info("sft: all steps are done (%d), there is nothing left to do.", step)
 
     def host_state() -> dict[str, Any]:
       return {"prompts": demonstrations.prompts.get_state(), "seconds": clock.seconds}
@@ -176,7 +179,8 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       while step < config.sft.steps and not interrupt.requested:
         # Step: still running when the metrics of the step before are logged.
         batch = packed_batch(learner, demonstrations.batch())
-        network, metrics = train_step(network, batch.rows)
+        network, metrics = train_step(network, batch.rows)  # the first one compiles
+        interrupt.saves = True
         step += 1
         log.push(step, metrics | clock.lap(batch.trajectories))
 
@@ -190,6 +194,6 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
     checkpointer.save(step, network, host_state())
     checkpointer.wait()
 
-  if interrupt.requested:
+  if interrupt.requested and step < config.sft.steps:
     logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
   return network.params

@@ -10,8 +10,8 @@ import pytest
 from absl import logging
 from toys import hf_toy, training_toy
 
-from launch import _flags
 from sao_jax.checkpoints.checkpointer import Checkpointer
+from sao_jax.configuration.run_record import write_config
 from sao_jax.huggingface import convert
 from sao_jax.huggingface.folder import HFFolder
 from sao_jax.huggingface.pretrained import with_folder_shape
@@ -75,7 +75,7 @@ def test_an_export_without_a_base_says_what_it_lacks(tmp_path, warnings):
   source, params = glm_folder(tmp_path / "source", PREDICTION)
   config = training_toy.replace(training_toy.get_config(), model={"checkpoint": str(source.path)})
   config = training_toy.replace(with_folder_shape(config), model={"checkpoint": ""})
-  _flags.write_config(config, str(tmp_path))
+  write_config(config, tmp_path)
   with Checkpointer(tmp_path / "train") as checkpointer:
     checkpointer.save(1, {"policy": {"params": params}})
   convert.to_hf(tmp_path / "train", tmp_path / "alone")

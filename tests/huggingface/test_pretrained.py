@@ -13,6 +13,7 @@ from toys import hf_toy, training_toy
 from launch import _flags
 from sao_jax.checkpoints.checkpointer import Checkpointer, load_params
 from sao_jax.config import MODEL_CHECKPOINT
+from sao_jax.configuration.run_record import write_config
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface import convert
 from sao_jax.huggingface.folder import HFFolder
@@ -152,7 +153,7 @@ def test_both_networks_of_a_run_of_our_own(tmp_path, caplog):
     checkpointer.save(7, state)
   with pytest.raises(ConfigError, match="nothing tells the model's shape"):
     convert.to_hf(tmp_path / "train", tmp_path / "policy")
-  _flags.write_config(config, str(tmp_path))
+  write_config(config, tmp_path)
   convert.to_hf(tmp_path / "train", tmp_path / "policy")
   convert.to_hf(tmp_path / "train", tmp_path / "critic", network="critic")
   policy, critic = HFFolder(tmp_path / "policy"), HFFolder(tmp_path / "critic")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
 
 import pytest
-from absl import flags, logging
+from absl import flags
 from toys.paths import REPOSITORY
 
 from launch import _flags
 from sao_jax.config import AlgorithmConfig, RunConfig
 from sao_jax.configuration import config_tree, listing
+from sao_jax.configuration.run_record import check_viewed, write_config
 from sao_jax.errors import ConfigError
 
 CONFIG = """
@@ -259,23 +259,6 @@ def test_a_writable_workdir_is_created_and_left_empty(tmp_path):
   assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
-def test_the_resolved_config_is_recorded_and_changes_are_logged(config_file, tmp_path, monkeypatch):
-  said = []
-  monkeypatch.setattr(logging, "warning", lambda message, *arguments: said.append(message % arguments))
-  _flags.write_config(parse(config_file), str(tmp_path))
-  recorded = json.loads((tmp_path / "config.json").read_text())
-  assert recorded["dataclass"] == "RunConfig" and recorded["environment"]["dataclass"] == "Toy"
-  assert recorded["rollout"]["row_lengths"] == [128, 256] and recorded["environment"]["inner"]["names"] == ["a", "b"]
-  _flags.write_config(parse(config_file), str(tmp_path))
-  assert not said
-  _flags.write_config(parse(config_file, "--seed=3", "--config.algorithm.epsilon_low=0.5"), str(tmp_path))
-  assert len(said) == 2
-  assert "algorithm.epsilon_low was 0.3, is 0.5" in said[0] and "training.seed was 0, is 3" in said[1]
-  (tmp_path / "config.json").write_text("{")  # cut short by hand: replaced, not fatal
-  _flags.write_config(parse(config_file), str(tmp_path))
-  assert json.loads((tmp_path / "config.json").read_text()) == recorded
-
-
 LAUNCHER = """
 import sys
 from absl import flags, logging
@@ -306,7 +289,7 @@ def test_a_launcher_runs_with_flags_of_its_own(config_file, tmp_path):
   done = launch(tmp_path, f"--config={config_file}", f"--workdir={tmp_path / 'run'}", "--config.training.steps=42")
   assert done.returncode == 0, done.stderr
   assert "steps 42" in done.stderr
-  assert json.loads((tmp_path / "run" / "config.json").read_text())["training"]["steps"] == 42
+  assert list((tmp_path / "run").iterdir()) == []  # the record is written by the run, once it has begun
 
 
 @pytest.mark.parametrize(
@@ -353,6 +336,38 @@ def test_help_lists_the_fields_of_a_config_with_types_bounds_values_and_comments
     (index,) = (i for i, line in enumerate(fields) if line.startswith(f"  {assignment} "))
     assert fields[index].removeprefix(f"  {assignment}").strip() == kind
     assert fields[index + 1].strip().startswith(comment)
+
+
+def test_a_program_that_looks_at_a_run_takes_its_configuration(tmp_path):
+  """Recorded, without --config; changed by overrides; refused where --config is that of another run."""
+  read = lambda *argv: _flags.read(["launcher", f"--workdir={tmp_path}", *argv], flags.FlagValues(), viewing=True)
+  with pytest.raises(ConfigError, match="--config: it is missing"):
+    read()
+  recorded = config_tree.replace(_flags.load_config("configs/calculator.py"), {"model.d_model": 32})
+  write_config(recorded, tmp_path)
+  assert read().config == recorded and read().explicit == frozenset()
+  looser = read("--config.evaluation.prompts=7", "--config.environment.max_operand=3")
+  assert looser.config == config_tree.replace(recorded, {"evaluation.prompts": 7, "environment.max_operand": 3})
+  check_viewed(looser.config, tmp_path, looser.explicit)
+  with pytest.raises(ConfigError, match="model.d_model=32, this configuration has 64"):
+    check_viewed(read("--config=configs/calculator.py").config, tmp_path)
+  with pytest.raises(ConfigError, match="--workdir: there is no directory"):
+    _flags.read(["launcher", f"--workdir={tmp_path / 'none'}"], flags.FlagValues(), viewing=True)
+  with pytest.raises(ConfigError, match="--config: it is missing"):
+    _flags.read(["launcher", f"--workdir={tmp_path}"], flags.FlagValues())  # a program that trains
+
+
+def test_what_lies_beside_a_config_file_can_be_imported_by_it(tmp_path, monkeypatch):
+  monkeypatch.setattr(sys, "path", list(sys.path))
+  (tmp_path / "things_beside_it.py").write_text("NAME = 'beside'")
+  (tmp_path / "a.py").write_text(
+    CONFIG.replace("import dataclasses", "import dataclasses\nimport things_beside_it", 1).replace(
+      '"toy run"', "things_beside_it.NAME"
+    )
+  )
+  monkeypatch.chdir(tmp_path.parent)
+  assert _flags.load_config(f"{tmp_path.name}/a.py").name == "beside"
+  assert sys.path[-1] == str(tmp_path)  # behind everything that is installed
 
 
 def test_comments_are_those_of_the_source():

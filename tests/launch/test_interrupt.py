@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -79,8 +78,7 @@ def test_while_prompts_are_checked(tmp_path):
   (tmp_path / "slow.py").write_text(SLOW_RESET)
   status, output = interrupt(tmp_path, "train", "--config=slow.py", "--workdir=run")
   assert status == 130 and output.endswith("Interrupted.\n") and "Traceback" not in output
-  assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
-  assert json.loads((tmp_path / "run" / "config.json").read_text())["environment"]["dataclass"] == "Slow"
+  assert list((tmp_path / "run").iterdir()) == []  # the run has not begun
 
 
 def test_a_shell_that_has_it_ignored_is_obeyed(tmp_path):

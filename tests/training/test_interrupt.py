@@ -129,6 +129,70 @@ def test_a_second_ctrl_c_does_what_the_first_would_have_done_before(monkeypatch)
     signal.signal(signal.SIGINT, previous)
 
 
+def test_every_signal_of_a_scheduler_or_a_lost_terminal_is_a_request():
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    before = signal.getsignal(number)
+    with Interrupt() as interrupt:
+      assert not interrupt.requested
+      signal.raise_signal(number)
+      assert interrupt.requested
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGUSR1])
+def test_what_was_ignored_stays_ignored(number):
+  before = signal.signal(number, signal.SIG_IGN)  # as nohup has it, and shells for what runs in the background
+  try:
+    with Interrupt() as interrupt:
+      signal.raise_signal(number)
+      assert not interrupt.requested and signal.getsignal(number) == signal.SIG_IGN
+    assert signal.getsignal(number) == signal.SIG_IGN
+  finally:
+    signal.signal(number, before)
+
+
+BLOCKED = """
+import hashlib, os, signal, sys
+from absl import logging
+import launch
+from sao_jax.interrupt import Interrupt
+logging.set_verbosity(logging.INFO)
+signal.signal(signal.SIGINT, launch.stop)
+with Interrupt(saves=sys.argv[1] == "saves"):
+  child = os.fork()
+  if child == 0:
+    signal.raise_signal(signal.SIGTERM)  # a copy dies of it, and says nothing to its parent
+  assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+  print("blocked", file=sys.stderr, flush=True)
+  hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as a compilation: the main thread sees no signal
+"""
+
+
+@pytest.mark.parametrize(
+  "saves, numbers, status, said",
+  [
+    ("nothing", [signal.SIGTERM], 143, "SIGTERM: nothing was begun that could be saved"),
+    ("nothing", [signal.SIGHUP], 129, "SIGHUP: nothing was begun"),
+    ("nothing", [signal.SIGINT], 130, "Interrupted."),
+    ("saves", [signal.SIGINT, signal.SIGINT], 130, "A second Ctrl-C ends the program at once"),
+  ],
+)
+def test_a_signal_is_noticed_while_the_main_thread_compiles(saves, numbers, status, said):
+  process = subprocess.Popen(
+    [sys.executable, "-c", BLOCKED, saves], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
+  )  # fmt: skip
+  try:
+    lines = [process.stderr.readline()]
+    assert lines == ["blocked\n"]
+    for number in numbers:
+      process.send_signal(number)
+      lines.append(process.stderr.readline())
+    assert process.wait(60) == status and said in "".join(lines)
+  finally:
+    process.kill()
+    process.stderr.close()
+
+
 def test_episodes_are_interrupted_with_all_their_sessions_released():
   before = set(threading.enumerate())
   config, sampler = toy(), FakeSampler(reply=lambda request: completion([5, 24], stop_ids=request.stop_ids))
@@ -189,7 +253,7 @@ def test_a_program_stops_in_the_middle_of_episodes_that_hang(workdir, program, f
   process.send_signal(number)
   output, _ = process.communicate(timeout=60)
   mark.unlink()
-  assert process.returncode == 0, output
+  assert process.returncode == (75 if program == "train" else 130), output
   assert "Traceback" not in output and "Interrupted" in output
   assert not list(workdir.glob("evaluation*.json"))
   if program == "train":

@@ -9,6 +9,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from absl import logging
 from toys import training_toy
 from toys.runs import interrupted_after
 
@@ -170,10 +171,16 @@ def test_attention_of_the_critic_is_frozen_in_rl_and_trained_before(finished):
   assert any(np.abs(a - b).max() > 0 for a, b in zip(moe(start.critic.params), moe(result.state.critic.params)))
 
 
-def test_a_finished_phase_stays_finished(finished):
+def test_a_finished_phase_stays_finished_and_says_so_before_anything_is_compiled(finished, monkeypatch):
   config, workdir, result = finished
+  said = []
+  monkeypatch.setattr(
+    logging, "info", lambda message, *arguments: said.append(str(message) % arguments if arguments else "")
+  )
+  monkeypatch.setattr(loop, "CompiledSteps", lambda *_: pytest.fail("compiles"))
   again = loop.train(config, workdir)
-  assert again.step == result.step
+  assert again.step == result.step and not again.interrupted
+  assert f"train: all steps are done ({result.step}), there is nothing left to do." in said
   for a, b in zip(leaves(again.state), leaves(result.state)):
     np.testing.assert_array_equal(a, b)
 
@@ -181,8 +188,10 @@ def test_a_finished_phase_stays_finished(finished):
 def test_a_checkpoint_of_another_model_is_refused(finished):
   config, workdir, _ = finished
   other = training_toy.replace(config, model={"d_ff_expert": 24})
+  before = (workdir / "config.json").read_bytes()
   with pytest.raises(ValueError, match=r"(?s)checkpoint .*moe.*expected .*24.*remedy"):
     loop.train(other, workdir)
+  assert (workdir / "config.json").read_bytes() == before  # what an export of the run reads
 
 
 def synchronous(config, workdir, steps):

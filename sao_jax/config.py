@@ -85,7 +85,7 @@ class ModelConfig:
   rms_norm_eps: PositiveFloat = 1e-6
   initializer_range: PositiveFloat = 0.02
   dtype: DType = "float32"  # of activations and matmuls; norms, router, softmax and log-probs are always fp32
-  param_dtype: DType = "float32"
+  param_dtype: DType = "float32"  # of stored parameters; under bfloat16 the optimiser keeps fp32 masters of them
   remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
   moe_implementation: Literal["auto", "blocked", "megablox", "ragged_dot"] = "auto"  # auto: megablox on a TPU
   lora: LoRAConfig = LoRAConfig()  # of the policy; the critic trains in full (see algorithm.freeze_attention)

@@ -196,7 +196,7 @@ def guarded_update(
     loss: before the update.
     allowed: False skips the update, like a non-finite loss or gradient norm does.
   """
-  grad_norm = optax.tree.norm(grads).astype(jnp.float32)
+  grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
   applied = allowed & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
   updates, opt_state = optimizer.update(grads, state.opt_state, leaves)
 

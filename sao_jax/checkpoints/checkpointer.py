@@ -7,6 +7,7 @@ when complete, so a kill at any moment leaves the last complete checkpoint intac
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -147,13 +148,15 @@ class Checkpointer:
     if self._failure is not None:
       raise self._failure
 
-  def restore(self, abstract_state: PyTree, step: int | None = None) -> Restored | None:
+  def restore(self, abstract_state: PyTree, step: int | None = None, *, older: PyTree | None = None) -> Restored | None:
     """Restores `step`, or the newest readable checkpoint; returns None when there is no checkpoint at all.
 
     Args:
       abstract_state: the state's structure: leaves with shape, dtype and sharding (`jax.ShapeDtypeStruct` or arrays).
         The shardings may differ from those of the saved state.
       step: the step; None takes the newest checkpoint and, if that cannot be read, the one before it.
+      older: the structure that an older version saved. A checkpoint like that, and unlike `abstract_state`, is restored
+        as it is.
 
     Raises:
       ConfigError: the checkpoint belongs to another model (the error names the first leaf that differs), or there are
@@ -165,7 +168,7 @@ class Checkpointer:
     # Newest first; a damaged checkpoint is passed over, one of another model is an error.
     for candidate in steps:
       try:
-        restored = self._read(candidate, abstract_state)
+        restored = self._read(candidate, abstract_state, older)
       except ConfigError:
         raise
       except _UNREADABLE as error:
@@ -200,12 +203,20 @@ class Checkpointer:
     finally:
       self.close()
 
-  def _read(self, step: int, abstract_state: PyTree) -> Restored:
+  def _read(self, step: int, abstract_state: PyTree, older: PyTree | None = None) -> Restored:
     where = f"{self._directory}, step {step}"
     stored = _stored_leaves(self._manager, step)
     wanted = split(abstract_state)
-    for name, leaves in wanted.items():
-      check_same_leaves(stored.get(name, {}), leaves, name, where)
+    try:
+      for name, leaves in wanted.items():
+        check_same_leaves(stored.get(name, {}), leaves, name, where)
+    except ConfigError as error:
+      if older is None:
+        raise
+      with contextlib.suppress(ConfigError):
+        return self._read(step, older)
+      raise error
+
     items = {name: _restore_args(leaves) for name, leaves in wanted.items() if leaves}
     restored = self._manager.restore(step, args=ocp.args.Composite(**items, **{_HOST: HostStateRestore()}))
     flat = {name: flatten(restored[name]) for name in items}

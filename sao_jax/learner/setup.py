@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from sao_jax.algorithm.masters import with_masters
 from sao_jax.algorithm.network import Network
 from sao_jax.algorithm.optimizer import make_optimizer
 from sao_jax.algorithm.train_step import TrainStep, init_train_state, make_train_step
@@ -97,7 +98,7 @@ def make_policy(config: RunConfig, layout: Layout) -> Network:
       chunk=config.algorithm.logprob_chunk,
       layout=layout,
     ),
-    optimizer=make_optimizer(config.policy_optimizer),
+    optimizer=with_masters(make_optimizer(config.policy_optimizer)),
     frozen=frozen,
     after_update=balance_routers if rate else None,
   )
@@ -110,7 +111,7 @@ def make_critic(config: RunConfig, layout: Layout, *, freeze: bool = True) -> Ne
   return Network(
     specs=critic_specs(config.model, head.num_outputs, algorithm.value_head_initializer),
     apply=make_critic_apply(config.model, layout=layout),
-    optimizer=make_optimizer(config.critic_optimizer, algorithm.value_updates),
+    optimizer=with_masters(make_optimizer(config.critic_optimizer, algorithm.value_updates)),
     frozen=frozen_critic_paths(
       config.model,
       attention=freeze and algorithm.freeze_attention,
@@ -146,7 +147,7 @@ def sharded_specs(specs: PyTree, layout: Layout) -> PyTree:
 
 
 def abstract_network(network: Network, layout: Layout) -> NetworkState:
-  """Returns shapes, dtypes and shardings of a network's state; moments live where their parameters live."""
+  """Returns shapes, dtypes and shardings of a network's state; moments and masters live where their parameters do."""
   shapes = jax.eval_shape(network.start, abstract_params(network.specs))
   shardings = jax.tree_util.tree_leaves_with_path(layout.param_shardings(network.specs))
   named = {path_name(path): sharding for path, sharding in shardings}

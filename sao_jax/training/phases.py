@@ -17,6 +17,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import is_hf_folder
 from sao_jax.huggingface.load import import_policy
 from sao_jax.learner.lora_start import add_fresh_lora, check_lora_scale
+from sao_jax.learner.restoring import restore_state
 from sao_jax.learner.setup import Learner, abstract_state, init_policy_params, make_state, sharded_specs
 from sao_jax.models.critic import critic_params_from_policy
 from sao_jax.models.lora import merge_lora
@@ -267,7 +268,7 @@ def restore_or_begin(
   Raises:
     ConfigError: the checkpoint belongs to a run with other critic-only steps, or another scale of LoRA.
   """
-  restored = checkpointer.restore(abstract_state(learner))
+  restored = restore_state(checkpointer, abstract_state(learner))
   if restored is None or restored.step < phase.steps:
     warn_of_later_phases(workdir, phase.name, PHASES[PHASES.index(phase.name) + 1 :])
   if restored is None:

@@ -25,6 +25,7 @@ from sao_jax.interrupt import Interrupt
 from sao_jax.learner.batches import packed_batch
 from sao_jax.learner.lora_start import check_lora_scale
 from sao_jax.learner.packing import check_row_counts
+from sao_jax.learner.restoring import restore_state
 from sao_jax.learner.setup import abstract_network, make_learner, make_network_state, rows_multiple
 from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.report.run_log import RunLog
@@ -148,7 +149,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
     Interrupt(saves=False) as interrupt,
   ):
     # Begin, or go on from the newest checkpoint: network and position in the prompts belong together.
-    restored = checkpointer.restore(abstract_network(learner.policy, learner.layout))
+    restored = restore_state(checkpointer, abstract_network(learner.policy, learner.layout))
     if restored is None or restored.step < config.sft.steps:
       warn_of_later_phases(workdir, phases.SFT, phases.PHASES[1:])
     if restored is None:

@@ -199,13 +199,14 @@ class RolloutConfig:
   max_staleness: Annotated[int, "[-1, inf)"] = 16  # tau: versions since the oldest token, at consumption; -1: any
   staleness: Literal["drop", "mask"] = "drop"  # what happens to a trajectory (its over-age tokens) beyond tau
   max_turns: PositiveInt = 50
-  max_tokens: PositiveInt = 131_072  # sampled tokens per episode, which must also fit into contexts and rows
+  max_tokens: PositiveInt = 131_072  # sampled tokens per episode, in all of its contexts
+  max_trajectory_tokens: NonNegativeInt = 0  # prompts, actions and observations of all of an episode's contexts; 0: any
   max_tokens_per_turn: PositiveInt = 64
   environment_timeout: PositiveFloat = 30.0  # seconds for one reset or step
   environment_retries: NonNegativeInt = 2
   max_consecutive_failures: PositiveInt = 20  # of the environment, before the run stops with its name
   row_lengths: Sizes = (128, 256)  # packed row lengths T; the smallest that holds the longest trajectory
-  row_counts: Sizes = (32, 64, 128)  # numbers of packed rows B
+  row_counts: Sizes = (32, 64, 128)  # numbers of packed rows B; a batch that needs more gets a multiple of one
   max_in_flight: NonNegativeInt = 0  # episodes at the same time, parked beyond the sampler's slots; 0: as many as slots
   deterministic: bool = False  # rollouts in rounds, each under one version: a run that can be repeated bit for bit
   record: bool = False  # keep what every train step consumed, for launch.replay; deterministic runs always do

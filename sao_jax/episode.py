@@ -114,6 +114,11 @@ class Trajectory:
     return begins
 
   @property
+  def longest_segment(self) -> int:
+    """Number of tokens of its longest segment."""
+    return int(np.diff(np.append(np.flatnonzero(self.begins), len(self))).max(initial=0))
+
+  @property
   def token_rewards(self) -> Float[np.ndarray, "T"]:
     """The reward of each turn on its last sampled token, which an observation may follow; 0 elsewhere. fp32."""
     rewards = np.zeros(len(self), np.float32)

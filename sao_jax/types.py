@@ -15,6 +15,7 @@ from sao_jax.episode import Trajectory
 
 __all__ = [
   "NetworkState",
+  "Pieces",
   "PolicyOutputs",
   "RouterStatistics",
   "TrainState",
@@ -26,6 +27,28 @@ PyTree = Any
 
 
 @flax.struct.dataclass
+class Pieces:
+  """The pieces of those trajectories of a batch that do not lie in one place.
+
+  A piece is one or more segments in a row, and has a number of its own there, as if it were a whole trajectory. The P
+  entries of the table are in order: trajectory by trajectory, each from its beginning to its end. P is three for each
+  row, which suffices for every batch (see `learner.row_plan`), so that it does not depend on the trajectories. Rows of
+  a micro-batch come with a share of the table that means nothing; what reads it gets the whole batch.
+
+  Attributes:
+    ids: int32 [B, T]; p + 1 on every token of piece p, 0 elsewhere.
+    trajectory: int32 [P]; 1, 2, ... for the trajectories, 0 for entries that are not used.
+    row: int32 [P]; the row that the piece lies in.
+    column: int32 [P]; where its first token stands in that row.
+  """
+
+  ids: Int[Array, "B T"]
+  trajectory: Int[Array, "P"]
+  row: Int[Array, "P"]
+  column: Int[Array, "P"]
+
+
+@flax.struct.dataclass
 class TrajectoryBatch:
   """Trajectories packed into rows, as the train step sees them; sharded over the data axes.
 
@@ -33,7 +56,7 @@ class TrajectoryBatch:
     token_ids: int32 [B, T]; 0 on padding (never infer a mask from ids).
     segment_ids: int32 [B, T]; 0 on padding, 1, 2, ... for the segments of a row, in order: what sees each other.
     trajectory_ids: int32 [B, T]; 0 on padding, 1, 2, ... for the trajectories of a row, of one or more segments each:
-      what advantages run over.
+      what advantages run over, and go on from row to row by `pieces`.
     positions: int32 [B, T]; restarts at 0 with every segment.
     action_mask: bool [B, T]; True on sampled tokens: those that advantages run over, whose number is n.
     loss_mask: bool [B, T]; True on the sampled tokens that enter the losses, whose number is N. A sampled token that is
@@ -47,6 +70,7 @@ class TrajectoryBatch:
       routers choose. None: they choose everywhere.
     group_ids: int32 [B, T]; 0 on padding, 1, 2, ... for the groups of rollouts of one prompt in the whole batch, whose
       members may lie in different rows. None: rollouts are not compared with each other.
+    pieces: the trajectories whose segments lie in several rows. None: there are none.
 
   A row of two trajectories, the second with a tool's answer (ids 8, 9) between its turns, and one token of padding, as
   `learner.packing.pack` makes it:
@@ -70,6 +94,7 @@ class TrajectoryBatch:
   truncated: Bool[Array, "B T"]
   routed_experts: Int[Array, "B T L k"] | None = None
   group_ids: Int[Array, "B T"] | None = None
+  pieces: Pieces | None = None
 
 
 @flax.struct.dataclass

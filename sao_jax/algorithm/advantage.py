@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from sao_jax.algorithm import tokens
+from sao_jax.algorithm import pieces, tokens
 from sao_jax.algorithm.reductions import masked_mean_and_std
 from sao_jax.config import AlgorithmConfig
 from sao_jax.types import TrajectoryBatch
@@ -161,7 +161,7 @@ def whiten_advantages(
   Equal returns say nothing about what to do: the spread of the advantages is the critic's error alone. Whitening would
   make a full-size update out of it, and have half the tokens of a batch of failures reinforced; so they stay raw.
   """
-  _, spread = masked_mean_and_std(tokens.returns(batch), trained)
+  _, spread = masked_mean_and_std(pieces.returns(batch), trained)
   return jnp.where(spread > 0.0, masked_whiten(advantages, trained), jnp.where(trained, advantages, 0.0))
 
 
@@ -181,17 +181,35 @@ def batch_returns(
   """
   if state_values is None:
     state_values = jnp.zeros(batch.token_ids.shape, jnp.float32)
+  sampled, values = tokens.sampled_tokens(batch), tokens.token_values(state_values, batch)
+
+  # V behind the end of those trajectories that were cut.
   bootstrap = None
   if config.truncation == "bootstrap":
     bootstrap = jnp.where(batch.truncated, jax.vmap(tokens.at_end)(state_values, batch.trajectory_ids), 0.0)
 
-  return jax.vmap(functools.partial(packed_returns, gamma=config.gamma))(
+  # Row by row, where a piece ends like a trajectory of its own; then on from piece to piece.
+  end_values = bootstrap
+  if batch.pieces is not None and bootstrap is not None:
+    end_values = jnp.where(batch.pieces.ids > 0, 0.0, bootstrap)
+  returns = jax.vmap(functools.partial(packed_returns, gamma=config.gamma))(
     batch.rewards,
-    tokens.token_values(state_values, batch),
-    tokens.sampled_tokens(batch),
+    values,
+    sampled,
     batch.trajectory_ids,
     one_minus_lam=one_minus_lam,
-    bootstrap_values=bootstrap,
+    bootstrap_values=end_values,
+  )
+  if batch.pieces is None:
+    return returns
+  return pieces.join_returns(
+    returns,
+    values,
+    sampled,
+    batch,
+    one_minus_lam=one_minus_lam,
+    gamma=config.gamma,
+    end_values=jnp.zeros_like(returns) if bootstrap is None else bootstrap,
   )
 
 
@@ -217,6 +235,6 @@ def sao_advantages(
 ) -> Float[Array, "B T"]:
   """Skip-observation GAE with each trajectory's length-adaptive λ: A = G - V on all sampled tokens, 0 elsewhere."""
   sampled = tokens.sampled_tokens(batch)
-  one_minus_lam = one_minus_lambda(tokens.count_per_trajectory(batch, sampled), config.alpha)
+  one_minus_lam = one_minus_lambda(pieces.count_per_trajectory(batch, sampled), config.alpha)
   returns = batch_returns(config, batch, state_values, one_minus_lam)
   return jnp.where(sampled, returns - tokens.token_values(state_values, batch), 0.0)

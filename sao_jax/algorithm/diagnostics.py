@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sao_jax.algorithm import tokens
+from sao_jax.algorithm import pieces
 from sao_jax.algorithm.network import Update
 from sao_jax.algorithm.policy_loss import dis_weights, log_ratios
 from sao_jax.algorithm.reductions import masked_count, masked_mean, masked_mean_and_std, masked_sum
@@ -127,7 +127,7 @@ def batch_metrics(
   batch: TrajectoryBatch, sampled: Bool[Array, "B T"], trained: Bool[Array, "B T"]
 ) -> dict[str, Float[Array, ""]]:
   """Counts and the mean reward per trajectory (truncated ones included); NaN if the batch has none. fp32."""
-  first = jax.vmap(tokens.starts)(batch.trajectory_ids) & (batch.trajectory_ids > 0)
+  first = pieces.first_tokens(batch)
   trajectories = masked_count(first)
   return {
     "num_tokens": masked_count(batch.segment_ids > 0),
@@ -135,7 +135,7 @@ def batch_metrics(
     "num_trained_tokens": masked_count(trained),
     "num_trajectories": trajectories,
     "num_truncated": masked_count(first & batch.truncated),
-    "num_untrained": masked_count(first & (tokens.count_per_trajectory(batch, trained) == 0.0)),
+    "num_untrained": masked_count(first & (pieces.count_per_trajectory(batch, trained) == 0.0)),
     "reward_mean": masked_sum(batch.rewards, batch.action_mask) / trajectories,
   }
 

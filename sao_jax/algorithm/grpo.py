@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sao_jax.algorithm import tokens
+from sao_jax.algorithm import pieces, tokens
 from sao_jax.algorithm.reductions import ROUNDING
 from sao_jax.config import AlgorithmConfig
 from sao_jax.errors import ConfigError
@@ -70,6 +70,6 @@ def grpo_advantages(
     )
   sampled = tokens.sampled_tokens(batch)
   # One entry for each trajectory: its last sampled token.
-  last = jax.vmap(tokens.last_sampled)(sampled, batch.trajectory_ids)
-  entries = group_advantages(tokens.returns(batch).ravel(), batch.group_ids.ravel(), last.ravel()).reshape(last.shape)
-  return jnp.where(sampled, jax.vmap(tokens.totals)(entries, batch.trajectory_ids), 0.0)
+  last = pieces.last_sampled_tokens(batch, sampled)
+  entries = group_advantages(pieces.returns(batch).ravel(), batch.group_ids.ravel(), last.ravel()).reshape(last.shape)
+  return jnp.where(sampled, pieces.trajectory_totals(entries, batch), 0.0)

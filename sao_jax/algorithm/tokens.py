@@ -84,6 +84,11 @@ def next_sampled(x: Float[Array, "T"], action_mask: Bool[Array, "T"]) -> Float[A
   return jnp.concatenate([from_here_on[1:], jnp.zeros(1, jnp.float32)])
 
 
+def at_first_sampled(x: Float[Array, "T"], action_mask: Bool[Array, "T"], ids: Int[Array, "T"]) -> Float[Array, "T"]:
+  """`x` at the first sampled token from each position on, within the position's unit; 0 where none is left."""
+  return affine_scan(action_mask | ends(ids), jnp.where(action_mask, x, 0.0), reverse=True)
+
+
 def before_token(x: Float[Array, "T *rest"], segment_ids: Int[Array, "T"]) -> Float[Array, "T *rest"]:
   """From state-aligned (entry t follows token t) to token-aligned (entry t precedes token t); 0 on first tokens."""
   shifted = jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]])
@@ -113,14 +118,3 @@ def trained_tokens(batch: TrajectoryBatch, truncation: str = "zero") -> Bool[Arr
 def token_values(state_values: Float[Array, "B T *rest"], batch: TrajectoryBatch) -> Float[Array, "B T *rest"]:
   """V (or all outputs of a value head) of the state before each token, from those of the state after each token."""
   return jax.vmap(before_token)(state_values, batch.segment_ids)
-
-
-def count_per_trajectory(batch: TrajectoryBatch, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-  """The number of tokens in `mask` of each token's trajectory; with `sampled_tokens` it is n."""
-  return jax.vmap(totals)(mask, batch.trajectory_ids)
-
-
-def returns(batch: TrajectoryBatch) -> Float[Array, "B T"]:
-  """The undiscounted return of each token's trajectory: the sum of the rewards on its sampled tokens."""
-  rewards = jnp.where(sampled_tokens(batch), batch.rewards, 0.0)
-  return jax.vmap(totals)(rewards, batch.trajectory_ids)

@@ -3,6 +3,7 @@
 `make_train_step` is the whole method from top to bottom. Each line of it is one function of this room:
 
     tokens       which tokens count, and what runs along a trajectory
+    pieces       the same for a trajectory in several rows
     advantage    λ-returns G, advantages A            (another estimator: a function in `ADVANTAGES`)
     value_loss   (V - G)²                             (another head: a `ValueHead`)
     policy_loss  - sg[f(ρ) A] log π                   (DIS)

@@ -2,8 +2,8 @@
 
 A template that rewrites history (drops earlier thinking, say) breaks the prefix that the policy has seen. Tokens
 sampled before the rewriting stay in the segment in which they were sampled, and the rewritten history is the next
-segment's prompt. So every sampled token is trained once, in the context in which it was sampled, and the episode's one
-reward stands on its last sampled token.
+segment's prompt. So every sampled token is trained once, in the context in which it was sampled; rewards, n and
+advantages belong to all segments together, which may lie in different rows of a batch.
 """
 
 from __future__ import annotations

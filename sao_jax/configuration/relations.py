@@ -330,8 +330,15 @@ def _lengths(config: RunConfig) -> Iterator[ConfigError]:
   if longest < context:
     yield ConfigError(
       "rollout.row_lengths",
-      f"the longest row has {longest} tokens, a trajectory may have {context}.",
+      f"the longest row has {longest} tokens, a context may have {context}.",
       "Add sampler.context_length to rollout.row_lengths, or lower sampler.context_length.",
+    )
+  total = config.rollout.max_trajectory_tokens
+  if 0 < total < context:
+    yield ConfigError(
+      "rollout.max_trajectory_tokens",
+      f"{total} tokens in all contexts of an episode, and one context may have {context}.",
+      "Set it to sampler.context_length or more, or to 0 for no bound.",
     )
 
 
@@ -351,7 +358,8 @@ def _batches(config: RunConfig) -> Iterator[ConfigError]:
       "Make every row count a multiple of algorithm.micro_batches times mesh.data * mesh.fsdp * mesh.expert.",
     )
 
-  # The largest batch fits even if every trajectory fills a context.
+  # The largest batch fits even if every trajectory fills a context. Those whose history is rewritten may be longer: a
+  # batch that needs more rows gets them, at the price of another compilation.
   rows, longest, context = max(rollout.row_counts), max(rollout.row_lengths), config.sampler.context_length
   fit, batch = rows * (longest // context), max(rollout.batch_size, config.sft.batch_size)
   if fit < batch:

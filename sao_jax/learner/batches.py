@@ -10,7 +10,7 @@ import numpy as np
 
 from sao_jax.config import RunConfig
 from sao_jax.episode import Trajectory
-from sao_jax.learner.packing import pack, shard_batch
+from sao_jax.learner.packing import pack, shard_batch, sharding_of
 from sao_jax.learner.setup import Learner, rows_multiple
 from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.rollout.evidence import RequiredExperts
@@ -32,8 +32,10 @@ class Batch(NamedTuple):
 def packed_batch(learner: Learner, trajectories: Sequence[Trajectory]) -> Batch:
   """Packs this process's trajectories into the configured row buckets and shards them over the learner's mesh.
 
+  Any number of tokens fits, see `row_plan.plan_rows`.
+
   Raises:
-    ConfigError: no bucket holds them.
+    ConfigError: a context fits no row.
   """
   rollout = learner.config.rollout
   rows = _packed_rows(learner, trajectories, rollout.row_lengths, rollout.row_counts)
@@ -48,14 +50,17 @@ def required_experts(config: RunConfig) -> RequiredExperts | None:
 
 
 def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
-  """Yields shapes, dtypes and shardings of every batch that `packed_batch` can make: each length with each count."""
-  rollout = learner.config.rollout
-  sharding = learner.layout.sharding("batch", "sequence")
-  processes = data_process_count()
+  """Yields shapes, dtypes and shardings of the batches that a run surely needs: each row length with each row count.
+
+  Batches with pieces, and those with more rows, are rare or never come.
+  """
+  rollout, processes = learner.config.rollout, data_process_count()
   for length in sorted(set(rollout.row_lengths)):
     for count in sorted(set(rollout.row_counts)):
       yield jax.tree.map(
-        lambda rows: jax.ShapeDtypeStruct((rows.shape[0] * processes, *rows.shape[1:]), rows.dtype, sharding=sharding),
+        lambda rows: jax.ShapeDtypeStruct(
+          (rows.shape[0] * processes, *rows.shape[1:]), rows.dtype, sharding=sharding_of(rows, learner.layout)
+        ),
         _packed_rows(learner, [], (length,), (count,)),
       )
 
@@ -68,9 +73,18 @@ def _packed_rows(
   rows = pack(
     trajectories, row_lengths, row_counts, rows_multiple(learner), routed_shape, grouped=config.rollout.group_size > 1
   )
-  if rows.group_ids is None:
-    return rows
+  return _numbered_globally(rows, data_process_index(), config.rollout.batch_size)
 
-  # Groups of different processes must not meet under one number.
-  first = data_process_index() * config.rollout.batch_size
-  return rows.replace(group_ids=np.where(rows.group_ids > 0, rows.group_ids + first, 0).astype(np.int32))
+
+def _numbered_globally(rows: TrajectoryBatch, process: int, batch_size: int) -> TrajectoryBatch:
+  """Returns the rows with groups, pieces and rows numbered through all processes: none must meet another's number."""
+  shifted = lambda ids, by: np.where(ids > 0, ids + by, 0).astype(np.int32)
+  if rows.group_ids is not None:
+    rows = rows.replace(group_ids=shifted(rows.group_ids, process * batch_size))
+
+  # The tables of all processes stand one behind the other, and the end of each is never used.
+  pieces = rows.pieces
+  if pieces is not None:
+    ids = shifted(pieces.ids, process * len(pieces.trajectory))
+    rows = rows.replace(pieces=pieces.replace(ids=ids, row=pieces.row + np.int32(process * len(pieces.ids))))
+  return rows

@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable, Collection
 from typing import Any
 
+import jax
+from absl import logging
+
 from sao_jax.interrupt import POLL, StopSignal
 from sao_jax.learner.batches import abstract_rows
 from sao_jax.learner.setup import Learner, abstract_state, make_step
@@ -19,6 +22,8 @@ class CompiledSteps:
   """The train step for every shape of batch, with and without the policy's update.
 
   Compiles in the background, several programs at a time, while the run starts up; a step waits for its own program.
+  Those for more rows than are configured, and for trajectories in several rows, are compiled when the first such batch
+  comes.
   """
 
   def __init__(self, learner: Learner, update_policy: Collection[bool]):
@@ -28,16 +33,18 @@ class CompiledSteps:
       learner: the step is made from it.
       update_policy: the kinds of steps that the run needs: True for full ones, False for critic-only ones.
     """
-    state, shapes = abstract_state(learner), list(abstract_rows(learner))
-    steps = {kind: make_step(learner, update_policy=kind) for kind in sorted(update_policy)}  # those needed first
+    state = abstract_state(learner)
 
-    def compile_step(kind: bool, rows: TrajectoryBatch):
-      return steps[kind].lower(state, rows).compile()
+    def compile_step(kind: bool, rows: TrajectoryBatch) -> Any:
+      return make_step(learner, update_policy=kind, rows=rows.token_ids.shape[0]).lower(state, rows).compile()
 
-    threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compilation")
-    self._threads, self._waits = threads, 0
+    self._threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compilation")
+    self._waits, self._kinds, self._compile = 0, frozenset(update_policy), compile_step
+    shapes = list(abstract_rows(learner))
     self._programs = {
-      (kind, rows.token_ids.shape): threads.submit(compile_step, kind, rows) for kind in steps for rows in shapes
+      _key(kind, rows): self._threads.submit(compile_step, kind, rows)
+      for kind in sorted(self._kinds)  # those needed first
+      for rows in shapes
     }
 
   def __enter__(self) -> CompiledSteps:
@@ -61,9 +68,8 @@ class CompiledSteps:
       False when the process was asked to stop meanwhile.
     """
     self._waits += 1
-    wanted = list(self._programs.values())
-    if self._waits <= COMPILING_STEPS:
-      wanted = [self._programs[update_policy, rows.token_ids.shape]]
+    own = self._program(update_policy, rows)
+    wanted = [own] if self._waits <= COMPILING_STEPS else list(self._programs.values())
 
     while concurrent.futures.wait(wanted, POLL).not_done:
       look()
@@ -77,6 +83,21 @@ class CompiledSteps:
     """Runs one train step; `state` is donated.
 
     Raises:
-      KeyError: a kind or shape that was not compiled.
+      KeyError: a kind of step that the run does not need.
     """
-    return self._programs[update_policy, rows.token_ids.shape].result()(state, rows)
+    return self._program(update_policy, rows).result()(state, rows)
+
+  def _program(self, kind: bool, rows: TrajectoryBatch) -> concurrent.futures.Future:
+    """Returns the program for `rows`; begins to compile one that nobody expected."""
+    key = _key(kind, rows)
+    if key not in self._programs and kind in self._kinds:
+      pieces = "" if rows.pieces is None else ", with trajectories in several of them"
+      logging.info("The train step is compiled for a batch of %d rows of %d tokens%s.", *key[1], pieces)
+      abstract = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+      self._programs[key] = self._threads.submit(self._compile, kind, jax.tree.map(abstract, rows))
+    return self._programs[key]
+
+
+def _key(kind: bool, rows: TrajectoryBatch) -> tuple[bool, tuple[int, ...], bool]:
+  """Returns all that programs differ by: the kind of step, the shape of the rows, and whether any trajectory is cut."""
+  return kind, rows.token_ids.shape, rows.pieces is not None

@@ -5,19 +5,18 @@ Host code on numpy arrays; only `shard_batch` touches devices. Shape letters: B 
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from sao_jax.episode import Trajectory
 from sao_jax.errors import ConfigError
+from sao_jax.learner.row_plan import PIECES_PER_ROW, Part, RowPlan, plan_rows
 from sao_jax.parallel.layout import Layout
-from sao_jax.types import TrajectoryBatch
-
-REMEDY = "raise the largest of rollout.row_counts or rollout.row_lengths, or lower rollout.batch_size"
+from sao_jax.types import Pieces, TrajectoryBatch
 
 
 def check_row_counts(row_counts: Sequence[int], multiple_of: int) -> None:
@@ -44,24 +43,25 @@ def pack(
   *,
   grouped: bool = False,
 ) -> TrajectoryBatch:
-  """Packs trajectories, longest first, each into the fullest row that still holds it.
+  """Packs trajectories, longest first, each into the fullest row that still holds it, see `row_plan.plan_rows`.
 
-  T is the smallest row length that holds the longest trajectory, or a larger one if the rows would be too many; B is
-  the smallest row count that suffices. The result depends on the trajectories alone, not on their order.
+  Those longer than the longest row are cut between their segments. The result depends on the trajectories alone, not on
+  their order.
 
   Args:
-    trajectories: each ends up in one row, every token once and in order.
+    trajectories: every token ends up in one row, once and in order.
     row_lengths: choices of T.
-    row_counts: choices of B; multiples of `multiple_of`.
+    row_counts: choices of B, multiples of `multiple_of`; for a batch that needs more rows, B is a multiple of the
+      largest.
     multiple_of: micro-batches times data shards.
     routed_shape: (L, k) packs the routed experts too, -1 for trajectories without any; None leaves them out.
     grouped: numbers the groups of the trajectories, 1, 2, ... in the order of their first rollouts.
 
   Returns:
-    A batch of numpy arrays [B, T].
+    A batch of numpy arrays.
 
   Raises:
-    ConfigError: when no bucket holds them, or a row count is no multiple.
+    ConfigError: when a segment fits no row, or a row count is no multiple.
 
   >>> from sao_jax.episode import PromptKey, Status
   >>> def episode(rollout_id, length):
@@ -87,35 +87,32 @@ def pack(
 
   # Longest first, ties by rollout id: the order in which they come must not matter.
   ordered = sorted(trajectories, key=lambda t: (-len(t), t.rollout_id))
-  longest = max((len(t) for t in ordered), default=0)
-  lengths = sorted(length for length in row_lengths if length >= longest)
-  if not lengths:
-    raise ConfigError("rollout.row_lengths", f"a trajectory of {longest} tokens fits no row of {row_lengths}", REMEDY)
-
-  # The shortest rows of which few enough are needed.
-  for length in lengths:
-    rows = _best_fit([len(t) for t in ordered], length)
-    counts = [count for count in row_counts if count >= len(rows)]
-    if counts:
-      batch = _fill([[ordered[i] for i in row] for row in rows], (min(counts), length), routed_shape)
-      return batch.replace(group_ids=_group_ids(batch, ordered, rows)) if grouped else batch
-
-  raise ConfigError(
-    "rollout.row_counts",
-    f"{len(ordered)} trajectories with {sum(map(len, ordered))} tokens need {len(rows)} rows of {lengths[-1]}, "
-    f"the largest bucket has {max(row_counts)}",
-    REMEDY,
-  )
+  plan = plan_rows(ordered, row_lengths, row_counts)
+  return lay_out(ordered, plan, routed_shape, grouped=grouped)
 
 
 def unpack(batch: TrajectoryBatch) -> Iterator[dict[str, np.ndarray]]:
-  """Yields the fields of every trajectory, [length] each, row by row: the inverse of `pack`, for tests, inspection."""
-  fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+  """Yields the fields of every trajectory, [length] each: the inverse of `pack`, for tests and inspection.
+
+  Row by row, and behind them those in several pieces.
+  """
+  fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.name != "pieces"}
   fields = {name: np.asarray(values) for name, values in fields.items() if values is not None}
+  pieces: dict[int, list[dict[str, np.ndarray]]] = {}
   for row, trajectory_ids in enumerate(fields["trajectory_ids"]):
     for trajectory in range(1, trajectory_ids.max(initial=0) + 1):
       inside = trajectory_ids == trajectory
-      yield {name: values[row][inside] for name, values in fields.items()}
+      of_row = {name: values[row][inside] for name, values in fields.items()}
+      piece = 0 if batch.pieces is None else int(np.asarray(batch.pieces.ids)[row][inside][0])
+      if not piece:
+        yield of_row
+      pieces[piece] = of_row
+
+  # The pieces of one trajectory, in order.
+  numbers = [] if batch.pieces is None else np.asarray(batch.pieces.trajectory)
+  for trajectory in range(1, max(numbers, default=0) + 1):
+    parts = [pieces[piece + 1] for piece in np.flatnonzero(numbers == trajectory)]
+    yield {name: np.concatenate([part[name] for part in parts]) for name in fields}
 
 
 def shard_batch(batch: TrajectoryBatch, layout: Layout) -> TrajectoryBatch:
@@ -125,40 +122,51 @@ def shard_batch(batch: TrajectoryBatch, layout: Layout) -> TrajectoryBatch:
     batch: numpy arrays [B / number of processes, T], of the same shape in every process.
     layout: the learner's mesh, and where "batch" and "sequence" live on it.
   """
-  sharding = layout.sharding("batch", "sequence")
-  return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)
+  return jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding_of(array, layout), array), batch)
 
 
-def _best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-  """Returns rows of indices into `lengths` (descending); each joins the row with the least space that suffices."""
-  rows: list[list[int]] = []
-  space: list[tuple[int, int]] = []  # (tokens left, row), sorted
-  for index, length in enumerate(lengths):
-    at = bisect.bisect_left(space, (length, -1))
-    left, row = space.pop(at) if at < len(space) else (row_length, len(rows))
-    if row == len(rows):
-      rows.append([])
-    rows[row].append(index)
-    bisect.insort(space, (left - length, row))
-  return rows
+def sharding_of(array: Any, layout: Layout) -> jax.sharding.NamedSharding:
+  """Returns the sharding of a field of a batch: [B, T, ...], or a table of pieces [P]."""
+  return layout.sharding(*("batch", "sequence")[: array.ndim])
 
 
-def _group_ids(batch: TrajectoryBatch, trajectories: list[Trajectory], rows: list[list[int]]) -> np.ndarray:
-  """Returns the number of each token's group, 0 on padding."""
-  numbers = {group: number for number, group in enumerate(sorted({t.group for t in trajectories}), start=1)}
-  group_ids = np.zeros_like(batch.trajectory_ids)
-  for row, members in enumerate(rows):
-    of_trajectory = np.array([0, *(numbers[trajectories[i].group] for i in members)], np.int32)
-    group_ids[row] = of_trajectory[batch.trajectory_ids[row]]
-  return group_ids
-
-
-def _fill(
-  rows: list[list[Trajectory]], shape: tuple[int, int], routed_shape: tuple[int, int] | None
+def lay_out(
+  trajectories: list[Trajectory], plan: RowPlan, routed_shape: tuple[int, int] | None, *, grouped: bool
 ) -> TrajectoryBatch:
-  """Lays the trajectories of each row out one behind the other, in arrays of `shape` (B, T)."""
-  # All padding: every field as it stands where no token is.
-  batch = TrajectoryBatch(
+  """Lays the parts of each row out one behind the other, in arrays [B, T]."""
+  batch = _padding(plan.shape, routed_shape, grouped=grouped)
+  per_token = [_fields(trajectory) for trajectory in trajectories]
+  groups = {group: number for number, group in enumerate(sorted({t.group for t in trajectories}), start=1)}
+
+  places: dict[Part, tuple[int, int]] = {}  # row and column of the first token
+  for row, parts in enumerate(plan.rows):
+    column = segments = 0
+    for number, part in enumerate(parts, start=1):
+      places[part] = row, column
+      inside = slice(part.start, part.stop)
+      at = (row, slice(column, column + part.length))
+      for name, values in per_token[part.trajectory].items():
+        getattr(batch, name)[at] = values[inside]
+
+      # Segments are numbered through the row.
+      batch.trajectory_ids[at] = number
+      batch.segment_ids[at] += segments + 1 - batch.segment_ids[row, column]
+      column += part.length
+      segments = batch.segment_ids[row, column - 1]
+
+      # Of the whole trajectory.
+      trajectory = trajectories[part.trajectory]
+      batch.truncated[at] = trajectory.status.truncated
+      if routed_shape is not None and trajectory.routed_experts is not None:
+        batch.routed_experts[at] = trajectory.routed_experts[inside]
+      if grouped:
+        batch.group_ids[at] = groups[trajectory.group]
+  return batch.replace(pieces=_pieces(places, plan.shape))
+
+
+def _padding(shape: tuple[int, int], routed_shape: tuple[int, int] | None, *, grouped: bool) -> TrajectoryBatch:
+  """Returns a batch of padding only: every field as it stands where no token is."""
+  return TrajectoryBatch(
     token_ids=np.zeros(shape, dtype=np.int32),
     segment_ids=np.zeros(shape, dtype=np.int32),
     trajectory_ids=np.zeros(shape, dtype=np.int32),
@@ -170,30 +178,37 @@ def _fill(
     rewards=np.zeros(shape, dtype=np.float32),
     truncated=np.zeros(shape, dtype=np.bool_),
     routed_experts=None if routed_shape is None else np.full((*shape, *routed_shape), -1, dtype=np.int16),
+    group_ids=np.zeros(shape, dtype=np.int32) if grouped else None,
   )
 
-  for row, trajectories in enumerate(rows):
-    start = segments = 0
-    for number, trajectory in enumerate(trajectories, start=1):
-      at = (row, slice(start, start + len(trajectory)))
 
-      # Ids: segments are numbered through the row, and positions restart with each of them.
-      batch.token_ids[at] = trajectory.token_ids
-      begins = trajectory.begins
-      batch.segment_ids[at] = segments + np.cumsum(begins, dtype=np.int32)
-      batch.trajectory_ids[at] = number
-      index = np.arange(len(trajectory), dtype=np.int32)
-      batch.positions[at] = index - np.maximum.accumulate(np.where(begins, index, 0))
-      segments = batch.segment_ids[row, start + len(trajectory) - 1]
+def _fields(trajectory: Trajectory) -> dict[str, np.ndarray]:
+  """Returns the fields of a batch that differ from token to token; positions restart with every segment."""
+  begins, index = trajectory.begins, np.arange(len(trajectory), dtype=np.int32)
+  return {
+    "token_ids": trajectory.token_ids,
+    "segment_ids": np.cumsum(begins, dtype=np.int32),
+    "positions": index - np.maximum.accumulate(np.where(begins, index, 0)),
+    "action_mask": trajectory.action_mask,
+    "loss_mask": trajectory.trained,
+    "behavior_logprobs": trajectory.behavior_logprobs,
+    "policy_version": trajectory.policy_version,
+    "rewards": trajectory.token_rewards,
+  }
 
-      # Evidence of sampling, token by token.
-      batch.action_mask[at] = trajectory.action_mask
-      batch.loss_mask[at] = trajectory.trained
-      batch.behavior_logprobs[at] = trajectory.behavior_logprobs
-      batch.policy_version[at] = trajectory.policy_version
-      batch.rewards[at] = trajectory.token_rewards
-      batch.truncated[at] = trajectory.status.truncated
-      if routed_shape is not None and trajectory.routed_experts is not None:
-        batch.routed_experts[at] = trajectory.routed_experts
-      start += len(trajectory)
-  return batch
+
+def _pieces(places: dict[Part, tuple[int, int]], shape: tuple[int, int]) -> Pieces | None:
+  """Returns the table of the trajectories that have several parts; None where every one lies in one place."""
+  cut = sorted(part for part in places if part.start > 0)
+  of = sorted({part.trajectory for part in cut})
+  if not cut:
+    return None
+  pieces = sorted(part for part in places if part.trajectory in set(of))
+
+  table = Pieces(np.zeros(shape, np.int32), *np.zeros((3, PIECES_PER_ROW * shape[0]), np.int32))
+  for index, part in enumerate(pieces):
+    row, column = places[part]
+    table.ids[row, column : column + part.length] = index + 1
+    table.trajectory[index] = 1 + of.index(part.trajectory)
+    table.row[index], table.column[index] = row, column
+  return table

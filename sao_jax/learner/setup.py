@@ -25,6 +25,7 @@ from sao_jax.models.transformer import fixed_paths, param_specs
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
 from sao_jax.parallel.params import abstract_params, init_params, path_name, path_names
+from sao_jax.parallel.process import data_process_count
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrainState
 
 
@@ -186,10 +187,15 @@ def make_network_state(network: Network, layout: Layout, params: PyTree) -> Netw
   return jax.jit(network.start, out_shardings=shardings)(params)
 
 
-def make_step(learner: Learner, *, update_policy: bool = True) -> TrainStep:
-  """Makes the jitted, donated train step on the mesh; with `update_policy=False` it trains the critic alone."""
+def make_step(learner: Learner, *, update_policy: bool = True, rows: int = 0) -> TrainStep:
+  """Makes the jitted, donated train step on the mesh; with `update_policy=False` it trains the critic alone.
+
+  For batches of more `rows` than any of `rollout.row_counts`, it has as many times more micro-batches.
+  """
+  algorithm, largest = learner.config.algorithm, max(learner.config.rollout.row_counts) * data_process_count()
+  algorithm = dataclasses.replace(algorithm, micro_batches=algorithm.micro_batches * max(1, -(-rows // largest)))
   return make_train_step(
-    learner.config.algorithm,
+    algorithm,
     learner.policy,
     learner.critic,
     update_policy=update_policy,

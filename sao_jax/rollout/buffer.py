@@ -57,6 +57,7 @@ class TrajectoryBuffer:
     staleness: Literal["drop", "mask"] = "drop",
     train_truncated: bool = True,
     required_experts: RequiredExperts | None = None,
+    longest_context: int | None = None,
     version: int = 0,
     make_batch: Callable[[list[Trajectory]], Any] = list,
     clock: Callable[[], float] = time.monotonic,
@@ -67,6 +68,7 @@ class TrajectoryBuffer:
     staleness: "drop" or "mask".
     train_truncated: False (`algorithm.truncation="mask"`) masks all tokens of trajectories that were cut.
     required_experts: the experts that a trajectory must bring along; None: none.
+    longest_context: tokens of a row, which must hold each context of a trajectory; None: any number.
     version: the policy version at the start.
     make_batch: makes of its trajectories what `take` returns: in training, rows packed and sharded over the mesh.
     clock: seconds.
@@ -74,7 +76,8 @@ class TrajectoryBuffer:
     self.ledger, self.version = ledger, version
     self.statistics = RolloutStatistics(clock)
     self._max_staleness, self._staleness, self._clock = max_staleness, staleness, clock
-    self._train_truncated, self._required_experts, self._make_batch = train_truncated, required_experts, make_batch
+    self._train_truncated, self._make_batch = train_truncated, make_batch
+    self._required_experts, self._longest_context = required_experts, longest_context
     self._in_training: collections.deque[Usage] = collections.deque()  # one for every batch in training
     self._error: BaseException | None = None
     self._ended: BaseException | None = None
@@ -91,7 +94,7 @@ class TrajectoryBuffer:
     Raises:
       BadEvidence: it cannot be trained on; it stays in flight, and the caller's to give an outcome.
     """
-    check_trajectory(trajectory, self._required_experts)
+    self._check(trajectory)
     finished = self._measure(trajectory)
     with self.ledger.lock:
       if trajectory.rollout_id in self.ledger.in_flight():  # else it was cancelled, and has been counted
@@ -202,15 +205,16 @@ class TrajectoryBuffer:
       return Snapshot(intake, state, trajectories)
 
   def restore(self, snapshot: Snapshot) -> None:
-    """Replaces everything by a snapshot; trajectories without the evidence that this run needs are filtered.
+    """Replaces everything by a snapshot; trajectories that this run cannot train on are filtered.
 
-    For example those without routed experts, in a run that goes on with `algorithm.router_replay`.
+    For example those without routed experts, in a run that goes on with `algorithm.router_replay`, or with a context
+    longer than its rows.
     """
     finished, filtered = [], {}
     for trajectory in snapshot.trajectories:
       finished.append(self._measure(trajectory))
       try:
-        check_trajectory(trajectory, self._required_experts)
+        self._check(trajectory)
       except BadEvidence as error:
         log.warning("buffered rollout %d is filtered: %s", trajectory.rollout_id, error)
         filtered.setdefault(error.reason, set()).add(trajectory.rollout_id)
@@ -253,6 +257,9 @@ class TrajectoryBuffer:
         self.statistics.cancelled(self._clock() - known[number].began)
       outcome, reason = self._stale()
       self._count_dropped(self.ledger.cancel(doomed, outcome, f"in flight, {reason}"))
+
+  def _check(self, trajectory: Trajectory) -> None:
+    check_trajectory(trajectory, self._required_experts, self._longest_context)
 
   def _measure(self, trajectory: Trajectory) -> Finished:
     return Finished(trajectory, trajectory.num_sampled, decisive_version(trajectory, self._staleness))

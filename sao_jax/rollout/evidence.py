@@ -95,10 +95,15 @@ def check_routed_experts(
   return array.astype(np.int16)
 
 
-def check_trajectory(trajectory: Trajectory, required_experts: RequiredExperts | None = None) -> None:
+def check_trajectory(
+  trajectory: Trajectory, required_experts: RequiredExperts | None = None, longest_context: int | None = None
+) -> None:
   """Checks a whole trajectory, whoever made it.
 
-  `required_experts` says which experts it must bring along; None: any it has are not looked at.
+  Args:
+    trajectory: what is to be trained on.
+    required_experts: the experts that it must bring along; None: any it has are not looked at.
+    longest_context: tokens that each of its segments may have; None: any number.
 
   Raises:
     BadEvidence: with the reason.
@@ -107,6 +112,9 @@ def check_trajectory(trajectory: Trajectory, required_experts: RequiredExperts |
   for name in ("action_mask", "behavior_logprobs", "policy_version"):
     if len(getattr(trajectory, name)) != length:
       raise BadEvidence(f"{name} of another length", f"{length} token ids, {len(getattr(trajectory, name))} entries")
+  if longest_context is not None and trajectory.longest_segment > longest_context:
+    problem = f"{trajectory.longest_segment} tokens, a row has at most {longest_context}"
+    raise BadEvidence("context longer than a row", problem)
   mask = trajectory.action_mask
   if not mask.any():
     raise BadEvidence("no sampled token", f"{length} tokens, none of them sampled")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -36,7 +37,7 @@ class EpisodeLimits:
     max_tokens: sampled tokens per episode.
     max_tokens_per_turn: sampled tokens per action.
     context_length: prompt + actions + observations, of one segment.
-    trajectory_length: all segments of an episode together, which are trained in one row.
+    trajectory_length: all segments of an episode together.
     vocab_size: an environment's ids must lie below it.
   """
 
@@ -50,8 +51,14 @@ class EpisodeLimits:
   @classmethod
   def of(cls, config: RolloutConfig, *, context_length: int, vocab_size: int) -> EpisodeLimits:
     """The limits that a rollout configuration sets, in a context of `context_length` tokens."""
-    row_length = max(config.row_lengths)
-    return cls(config.max_turns, config.max_tokens, config.max_tokens_per_turn, context_length, row_length, vocab_size)
+    return cls(
+      max_turns=config.max_turns,
+      max_tokens=config.max_tokens,
+      max_tokens_per_turn=config.max_tokens_per_turn,
+      context_length=context_length,
+      trajectory_length=config.max_trajectory_tokens or sys.maxsize,
+      vocab_size=vocab_size,
+    )
 
   def room(self, builder: TrajectoryBuilder, context_length: int | None = None) -> int:
     """Tokens that still fit, by default behind the segment under way."""

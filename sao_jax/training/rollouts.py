@@ -215,6 +215,7 @@ def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, ver
     staleness=rollout.staleness,
     train_truncated=config.algorithm.truncation != "mask",
     required_experts=required_experts(config),
+    longest_context=max(rollout.row_lengths),
     version=version,
     make_batch=functools.partial(packed_batch, learner),
   )

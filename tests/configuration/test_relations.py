@@ -125,6 +125,7 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
     ({"sampler.top_p": 0.8}, "sampler.top_p", "top_p=0.8", "sampler.top_p=1"),
     ({"sampler.top_k": 40}, "sampler.top_k", "top_k=40", "sampler.top_k=0"),
     ({"rollout.row_lengths": (64, 128)}, "rollout.row_lengths", "longest row has 128", "Add sampler.context_length"),
+    ({"rollout.max_trajectory_tokens": 255}, "rollout.max_trajectory_tokens", "one context may have 256", "0 for no"),
     ({"algorithm.micro_batches": 3}, "rollout.row_counts", "32 rows do not divide into 3", "algorithm.micro_batches"),
     ({"mesh.data": 16, "mesh.fsdp": 4}, "rollout.row_counts", "on 64 batch shards", "mesh.data"),
     ({"rollout.row_counts": (32, 64)}, "rollout.row_counts", "hold 64 trajectories", "larger row count"),

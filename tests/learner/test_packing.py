@@ -14,13 +14,14 @@ from toys import training_toy
 from toys.rollout_fakes import make_trajectory
 
 from sao_jax.config import MeshConfig
-from sao_jax.episode import Status, Trajectory
+from sao_jax.episode import PromptKey, Status, Trajectory
 from sao_jax.errors import ConfigError
-from sao_jax.learner import batches, setup
+from sao_jax.learner import batches, compilation, setup
 from sao_jax.learner.batches import packed_batch
 from sao_jax.learner.packing import check_row_counts, pack, shard_batch, unpack
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import make_mesh
+from sao_jax.rollout.builder import TrajectoryBuilder
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
 
 turns = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4).map(tuple)
@@ -129,13 +130,72 @@ def test_packing_is_dense():
   assert batch.token_ids.shape == (3, 8) and (batch.segment_ids > 0).all()
 
 
+def test_a_context_that_no_row_holds_is_a_clear_error():
+  with pytest.raises(ConfigError, match="a context of 17 tokens fits no row") as error:
+    pack(lengths(17), (8, 16), (2, 4))
+  assert error.value.field == "rollout.row_lengths" and "to 17" in error.value.remedy
+
+
 @pytest.mark.parametrize(
-  "sizes, field", [((17,), "rollout.row_lengths"), ((16,) * 5, "rollout.row_counts"), ((9,) * 5, "rollout.row_counts")]
+  "sizes, rows", [((16,) * 5, 8), ((9,) * 5, 8), ((16,) * 9, 12), ((16,) * 13, 16), ((16,) * 17, 24), ((16,) * 25, 32)]
 )
-def test_what_no_bucket_holds_is_a_clear_error(sizes, field):
-  with pytest.raises(ConfigError) as error:
-    pack(lengths(*sizes), (8, 16), (2, 4))
-  assert error.value.field == field and "rollout.batch_size" in error.value.remedy
+def test_a_batch_that_needs_more_rows_gets_a_multiple_of_the_largest_count(sizes, rows):
+  batch = pack(lengths(*sizes), (8, 16), (2, 4), multiple_of=2)
+  assert batch.token_ids.shape == (rows, 16) and batch.pieces is None
+  assert (batch.segment_ids > 0).sum() == sum(sizes)
+
+
+def segmented(rollout_id: int, *segments: int) -> Trajectory:
+  """A trajectory of segments of these lengths: a token of a prompt, the others sampled."""
+  builder = TrajectoryBuilder(PromptKey("fake", rollout_id, 0), rollout_id)
+  rng = np.random.default_rng(rollout_id)
+  for length in segments:
+    builder.append_prompt(rng.integers(3, 100, 1, dtype=np.int32))
+    ids = rng.integers(3, 100, length - 1, dtype=np.int32)
+    builder.append_action(ids, -rng.random(length - 1, dtype=np.float32), np.full(length - 1, 3, np.int32))
+    builder.add_reward(float(length))
+  return builder.build(0.0, Status.TRUNCATED_TURNS)
+
+
+def test_a_trajectory_longer_than_a_row_lies_in_several():
+  """By hand: rows of 8; 4 + 3 + 5 + 2 + 6 tokens are cut into 7, 7 and 6, a trajectory of 2 fits beside the last."""
+  batch = pack([segmented(0, 4, 3, 5, 2, 6), segmented(1, 2)], (4, 8), (2, 4))
+  assert batch.token_ids.shape == (4, 8)
+  assert batch.segment_ids.tolist() == [
+    [1, 1, 1, 1, 2, 2, 2, 0],
+    [1, 1, 1, 1, 1, 2, 2, 0],
+    [1, 1, 1, 1, 1, 1, 2, 2],
+    [0] * 8,
+  ]
+  assert (
+    batch.positions[2].tolist() == [0, 1, 2, 3, 4, 5, 0, 1] and batch.trajectory_ids[2].tolist() == [1] * 6 + [2] * 2
+  )
+  assert batch.pieces.ids.tolist() == [[1] * 7 + [0], [2] * 7 + [0], [3] * 6 + [0] * 2, [0] * 8]
+  assert batch.pieces.trajectory.tolist() == [1, 1, 1, *[0] * 9]
+  assert batch.pieces.row[:3].tolist() == [0, 1, 2] and batch.pieces.column[:3].tolist() == [0, 0, 0]
+  assert batch.truncated[:3].sum() == 22 and np.flatnonzero(batch.rewards[0]).tolist() == [3, 6]
+
+
+@given(st.lists(st.lists(st.integers(2, 9), min_size=1, max_size=12), min_size=1, max_size=8))
+def test_trajectories_of_any_segments_are_packed_without_loss_and_with_a_bounded_table(all_segments):
+  trajectories = [segmented(index, *segments) for index, segments in enumerate(all_segments)]
+  batch = pack(trajectories, (4, 9), (1, 2), grouped=True)
+  found = {one["token_ids"].tobytes(): one for one in unpack(batch)}
+  assert len(found) == len(trajectories)
+  for trajectory in trajectories:
+    one = found[trajectory.token_ids.tobytes()]
+    np.testing.assert_array_equal(one["behavior_logprobs"], trajectory.behavior_logprobs)
+    np.testing.assert_array_equal(one["rewards"], trajectory.token_rewards)
+    assert len(set(one["group_ids"].tolist())) == 1
+    assert np.flatnonzero(one["positions"] == 0).tolist() == trajectory.segment_starts.tolist()
+
+  # Only trajectories longer than a row are cut, and the table holds their pieces: three for each row suffice.
+  cut = [trajectory for trajectory in trajectories if len(trajectory) > 9]
+  assert (batch.pieces is not None) == bool(cut)
+  if cut:
+    used = batch.pieces.trajectory
+    assert len(used) == 3 * len(batch.token_ids) and used.max() == len(cut) and used[-1] == 0
+    assert (np.diff(used[used > 0]) >= 0).all() and not used[(used > 0).sum() :].any()
 
 
 def test_row_counts_are_checked_against_the_mesh_before_training():
@@ -197,3 +257,66 @@ def test_groups_of_processes_have_numbers_of_their_own(monkeypatch):
   monkeypatch.setattr(batches, "data_process_index", lambda: 1)
   second = packed_batch(learner, trajectories).rows.group_ids
   assert set(np.unique(first)) == {0, 1, 2} and set(np.unique(second)) == {0, 5, 6}  # a batch holds 4 trajectories
+
+
+def test_pieces_of_processes_have_numbers_and_rows_of_their_own(monkeypatch):
+  config = training_toy.replace(training_toy.get_config(), rollout={"row_lengths": (8,), "row_counts": (8,)})
+  learner = setup.make_learner(config, tuple(jax.devices()[:1]))
+  trajectories = [segmented(0, 8, 8), segmented(1, 3)]
+  first = packed_batch(learner, trajectories).rows.pieces
+  monkeypatch.setattr(batches, "data_process_index", lambda: 1)
+  second = packed_batch(learner, trajectories).rows.pieces
+  assert set(np.unique(first.ids)) == {0, 1, 2} and first.row[:2].tolist() == [0, 1]
+  assert set(np.unique(second.ids)) == {0, 25, 26} and second.row[:2].tolist() == [8, 9]  # behind 24 entries, 8 rows
+  assert second.trajectory.tolist() == first.trajectory.tolist() == [1, 1, *[0] * 22]
+
+
+class _Programs:
+  """Stands for `make_step`; notes what was compiled."""
+
+  def __init__(self):
+    self.compiled = []
+
+  def __call__(self, learner, *, update_policy, rows):
+    self.rows = rows
+    return self
+
+  def lower(self, state, rows):
+    self.compiled.append((rows.token_ids.shape, rows.pieces is not None, rows.token_ids.sharding))
+    return self
+
+  def compile(self):
+    return lambda state, rows: (state, {})
+
+
+def test_a_program_that_nobody_expected_is_compiled_once_when_its_batch_comes(monkeypatch):
+  """For more rows than are configured, and for trajectories in several rows; a step waits for its own."""
+  config = training_toy.replace(training_toy.get_config(), rollout={"row_lengths": (8,), "row_counts": (8,)})
+  learner = setup.make_learner(config, tuple(jax.devices()[:1]))
+  programs = _Programs()
+  monkeypatch.setattr(compilation, "make_step", programs)
+  never = type("Never", (), {"requested": False})()
+  with compilation.CompiledSteps(learner, [True]) as steps:
+    plain, cut, many = (
+      packed_batch(learner, trajectories).rows
+      for trajectories in ([segmented(0, 8)], [segmented(0, 8, 8)], [segmented(i, 8) for i in range(9)])
+    )
+    for rows in (plain, cut, many, cut, many):
+      assert steps.wait(rows, update_policy=True, interrupt=never)
+      assert steps(None, rows, update_policy=True) == (None, {})
+  shapes = [(shape, pieces) for shape, pieces, _ in programs.compiled]
+  assert sorted(shapes) == [((8, 8), False), ((8, 8), True), ((16, 8), False)] and programs.rows == 16
+  assert {sharding for *_, sharding in programs.compiled} == {plain.token_ids.sharding}
+  with pytest.raises(KeyError):
+    steps(None, plain, update_policy=False)
+
+
+@pytest.mark.parametrize("rows, micro_batches", [(0, 2), (8, 2), (16, 4), (24, 6)])
+def test_more_rows_are_computed_in_as_many_times_more_micro_batches(monkeypatch, rows, micro_batches):
+  config = training_toy.replace(
+    training_toy.get_config(), rollout={"row_counts": (4, 8)}, algorithm={"micro_batches": 2}
+  )
+  made = []
+  monkeypatch.setattr(setup, "make_train_step", lambda algorithm, *args, **options: made.append(algorithm))
+  setup.make_step(setup.make_learner(config, tuple(jax.devices()[:1])), rows=rows)
+  assert [algorithm.micro_batches for algorithm in made] == [micro_batches]

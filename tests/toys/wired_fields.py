@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -198,6 +199,14 @@ FIELDS = {
     + at(RL, "warm_up.prefixes", expected=lambda config, phase: config.rollout.max_turns > 1),
   ),
   "rollout.max_tokens": Field(17, at(EPISODES, "EpisodeRunner.limits.max_tokens")),
+  "rollout.max_trajectory_tokens": Field(
+    99,
+    at(
+      EPISODES,
+      "EpisodeRunner.limits.trajectory_length",
+      expected=lambda config, phase: config.rollout.max_trajectory_tokens or sys.maxsize,
+    ),
+  ),
   "rollout.max_tokens_per_turn": Field(7, at(EPISODES, "EpisodeRunner.limits.max_tokens_per_turn")),
   "rollout.environment_timeout": Field(25.0, at(EPISODES, "EpisodeRunner.timeout") + at(RL, "within.seconds")),
   "rollout.environment_retries": Field(4, at(EPISODES, "EpisodeRunner.retries")),
@@ -206,9 +215,7 @@ FIELDS = {
     (40, 56),
     at(SFT, "pack[-1].row_lengths")
     + at(RL, all_of("pack.row_lengths"))
-    + at(
-      EPISODES, "EpisodeRunner.limits.trajectory_length", expected=lambda config, phase: max(config.rollout.row_lengths)
-    ),
+    + at(RL, "TrajectoryBuffer.longest_context", expected=lambda config, phase: max(config.rollout.row_lengths)),
   ),
   "rollout.row_counts": Field((16, 32), at(SFT, "pack[-1].row_counts") + at(RL, all_of("pack.row_counts"))),
   "rollout.max_in_flight": Field(

@@ -208,7 +208,9 @@ FIELDS = {
     ),
   ),
   "rollout.max_tokens_per_turn": Field(7, at(EPISODES, "EpisodeRunner.limits.max_tokens_per_turn")),
-  "rollout.environment_timeout": Field(25.0, at(EPISODES, "EpisodeRunner.timeout") + at(RL, "within.seconds")),
+  "rollout.environment_timeout": Field(
+    25.0, at(EPISODES, "EpisodeRunner.timeout") + at(RL, "call_environment.seconds")
+  ),
   "rollout.environment_retries": Field(4, at(EPISODES, "EpisodeRunner.retries")),
   "rollout.max_consecutive_failures": Field(13, at(RL, "RolloutLoop.config.max_consecutive_failures")),
   "rollout.row_lengths": Field(
@@ -268,8 +270,8 @@ FIELDS = {
     + at(RL, "Engine.seed", expected=lambda config, phase: phases.sampler_seed(config, NAMES[phase]))
     + at(LEARN, "make_prompt_iterator.seed", expected=lambda config, phase: phases.prompt_seed(config, NAMES[phase])),
   ),
-  "training.checkpoint_every": Field(19, at(LEARN, "Checkpointer.every") + at(RL, "EpisodeSamples.every")),
-  "training.keep_checkpoints": Field(5, at(LEARN, "Checkpointer.keep")),
+  "training.checkpoint_every": Field(19, at(LEARN, "Checkpointer[0].every") + at(RL, "EpisodeSamples.every")),
+  "training.keep_checkpoints": Field(5, at(LEARN, "Checkpointer[0].keep")),
   "training.log_every": Field(3, at(LEARN, "RunLog.every")),
   "training.lock_seconds": Field(45.0, at(LEARN, "run_lock.patience")),
   "training.audit": Field(False, at(RL, lambda calls: [bool(calls.made["compare"])])),

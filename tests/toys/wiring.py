@@ -8,12 +8,12 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import pathlib
+import itertools
 import re
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -34,9 +34,10 @@ from sao_jax.learner import batches, packing, setup
 from sao_jax.models import critic, policy, router, transformer
 from sao_jax.parallel import mesh
 from sao_jax.report import episode_samples, run_log, success_rate
-from sao_jax.rollout import buffer, ledger, rollout_loop, run_episode, runner
+from sao_jax.rollout import buffer, ledger, rollout_loop, runner
+from sao_jax.rollout.calls import call_environment
 from sao_jax.sampler import engine, sampling
-from sao_jax.training import loop, phases, rollouts, sft
+from sao_jax.training import consumed, loop, phases, rollouts, sft
 from toys import training_toy
 from toys.trajectories import make_trajectories
 from toys.wired_fields import EVALUATE, PRETRAIN, SAMPLE, SFT, TRAIN
@@ -52,7 +53,7 @@ CALLED = (
   *(critic.frozen_critic_paths, mesh.make_mesh, train_step.make_train_step, network.gradient_step),
   *(network.map_micro_batches, policy_loss.dis_policy_loss, advantage.one_minus_lambda, advantage.packed_returns),
   *(advantage.masked_whiten, advantage.value_targets, router.update_router_bias, packing.pack, make_prompt_iterator),
-  *(critic.critic_params_from_policy, success_rate.success, optimizer.make_optimizer, run_episode.within),
+  *(critic.critic_params_from_policy, success_rate.success, optimizer.make_optimizer, call_environment),
   *(run_lock.run_lock,),
 )
 
@@ -155,14 +156,65 @@ async def fail(runner, rollout):
 
 def build(phase: str, config: RunConfig) -> Calls:
   """Begins a phase, and returns what it has made until it would sample, compile or train."""
-  with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as workdir:
+  with _stubs(phase) as (calls, patch):
+    patch.setattr(loop, "CompiledSteps", TracedSteps)
+    patch.setattr(rollout_loop.RolloutLoop, "start", stop)
+    note = lambda split, seed: calls.note(f"{split}_prompts", {"seed": seed})
+    _begin(phase, dataclasses.replace(config, environment=Watched(note=note)), patch)
+  return calls
+
+
+def failing_run(config: RunConfig, where: str) -> list[int]:
+  """Trains without a device; the second step fails. Returns the steps that are saved.
+
+  `where`: "the step", "its end" on the rollout side, or "the next wait" for a batch.
+  """
+
+  def fails(place: str, result: Any) -> Callable:
+    calls = itertools.count()
+
+    def call(*unused: Any, **also: Any) -> Any:
+      if place == where and next(calls):
+        raise RuntimeError(place)
+      return result
+
+    return call
+
+  state = types.SimpleNamespace(policy=types.SimpleNamespace(params={}))
+  step = fails("the step", (state, {}))
+
+  class Steps(TracedSteps):
+    def __init__(self, *unused: Any):
+      self.wait, self.run = (lambda rows, **options: True), step
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+      return self.run()
+
+  with _stubs(TRAIN) as (calls, patch):
+    patch.setattr(loop, "CompiledSteps", Steps)
+    patch.setattr(loop, "make_publisher", lambda learner: lambda params: params)
+    patch.setattr(loop, "make_service", lambda *args, **options: contextlib.nullcontext())
+    patch.setattr(rollout_loop.RolloutLoop, "start", lambda rollout_loop: None)
+    batch = batches.Batch(make_trajectories()[:1], None)
+    patch.setattr(rollouts.Rollouts, "take", fails("the next wait", batch))
+    patch.setattr(rollouts.Rollouts, "consumed", lambda rollouts, trajectories: {})
+    patch.setattr(rollouts.Rollouts, "end_step", fails("its end", None))
+    patch.setattr(checkpointer.Checkpointer, "save", lambda self, step, *state: calls.note("save", {"step": step}))
+    with tempfile.TemporaryDirectory() as workdir, pytest.raises(RuntimeError, match=where):
+      loop.train(config, workdir, validated=True)
+  return calls.of("save.step")
+
+
+@contextlib.contextmanager
+def _stubs(phase: str) -> Iterator[tuple[Calls, pytest.MonkeyPatch]]:
+  """No compiler, no checkpoint, no episode: what is called is recorded, and an audit compares nothing."""
+  with pytest.MonkeyPatch.context() as patch:
     calls = Calls(patch)
     for kind in MADE:
       calls.constructor(kind)
     for function in (*CALLED, optax.adamw, optax.clip_by_global_norm):
       calls.function(function)
 
-    # No compiler, no checkpoint, no episode; an audit compares nothing.
     calls.function(setup.init_sharded, zeros)
     calls.function(checkpointer.load_params, loaded)
     audited = lambda *unused, **also: (make_trajectories()[:4], [])
@@ -172,15 +224,11 @@ def build(phase: str, config: RunConfig) -> Calls:
     calls.function(setup.make_state, of_params)
     calls.function(setup.make_network_state, lambda network, layout, params: params)
     calls.function(sft.make_sft_step, lambda policy, micro_batches: stop)
-    patch.setattr(loop, "CompiledSteps", TracedSteps)
     patch.setattr(engine.Engine, "warm_up", lambda engine, **options: calls.note("warm_up", options))
-    patch.setattr(rollout_loop.RolloutLoop, "start", stop)
     patch.setattr(pinned.PinnedEvaluation, "start", lambda evaluation, *begun: calls.note("evaluated", {}))
+    patch.setattr(consumed.Record, "forget_after", lambda record, step: calls.note("forget_after", {"step": step}))
     patch.setattr(runner.EpisodeRunner, "run", fail)
-
-    note = lambda split, seed: calls.note(f"{split}_prompts", {"seed": seed})
-    _begin(phase, dataclasses.replace(config, environment=Watched(note=note)), pathlib.Path(workdir), patch)
-  return calls
+    yield calls, patch
 
 
 def _program(name: str) -> types.ModuleType:
@@ -191,17 +239,18 @@ def _program(name: str) -> types.ModuleType:
   return module
 
 
-def _begin(phase: str, config: RunConfig, workdir: pathlib.Path, patch: pytest.MonkeyPatch) -> None:
+def _begin(phase: str, config: RunConfig, patch: pytest.MonkeyPatch) -> None:
   """Calls what the program of a phase calls, until it would work."""
-  if phase in (EVALUATE, SAMPLE):
+  with tempfile.TemporaryDirectory() as workdir:
+    if phase in (SFT, PRETRAIN, TRAIN):
+      begin = {SFT: sft.sft, PRETRAIN: loop.pretrain_value, TRAIN: loop.train}[phase]
+      with pytest.raises(Built):
+        begin(config, workdir, validated=True)
+      return
+
     program = _program(phase)
     for flag, value in (("_PHASE", ""), ("_PROMPT", 0), ("_TEMPERATURE", 0.25)):
       if hasattr(program, flag):
         patch.setattr(program, flag, types.SimpleNamespace(value=value))
     with contextlib.suppress(ConfigError, SystemExit):  # no episode was run
-      program.main(config, str(workdir))
-    return
-
-  begin = {SFT: sft.sft, PRETRAIN: loop.pretrain_value, TRAIN: loop.train}[phase]
-  with pytest.raises(Built):
-    begin(config, workdir, validated=True)
+      program.main(config, workdir)

@@ -105,13 +105,22 @@ def read_metrics(workdir: str | os.PathLike, phase: str | None = None) -> list[d
   ...   read_metrics(workdir, "train")
   [{'step': 1, 'phase': 'train', 'reward_mean': 0.25, 'lag_mean': None}]
   """
-  lines = valid_lines(pathlib.Path(workdir) / METRICS_FILE)
-  return [line for line in lines if phase is None or line.get("phase") == phase]
+  return list(metric_lines(workdir, phase))
+
+
+def metric_lines(workdir: str | os.PathLike, phase: str | None = None, *, having: str = "") -> Iterator[dict[str, Any]]:
+  """Yields what `read_metrics` returns, one line at a time, so that a long run needs no memory.
+
+  Lines without the text `having` are left out, and not even parsed.
+  """
+  lines = valid_lines(pathlib.Path(workdir) / METRICS_FILE, having)
+  return (line for line in lines if phase is None or line.get("phase") == phase)
 
 
 def evaluated_versions(workdir: str | os.PathLike, phase: str) -> set[int]:
   """Collects the policy versions whose held-out success has been measured."""
-  return {line["policy_version"] for line in read_metrics(workdir, phase) if "heldout_success" in line}
+  lines = metric_lines(workdir, phase, having='"heldout_success"')
+  return {line["policy_version"] for line in lines if "heldout_success" in line}
 
 
 def to_json(value: Any) -> Any:
@@ -128,35 +137,55 @@ def to_json(value: Any) -> Any:
   return None if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
-def valid_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-  """Yields the lines of a JSONL file that name a step, in order; none without a file. A torn line is left out."""
+def valid_lines(path: pathlib.Path, having: str = "") -> Iterator[dict[str, Any]]:
+  """Yields the lines of a JSONL file that name a step, in order; none without a file. A torn line is left out.
+
+  So are those without the text `having`.
+  """
   if not path.exists():
     return
   with path.open(encoding="utf-8", errors="replace") as file:
     for text in file:
-      try:
-        line = json.loads(text, parse_constant=lambda name: None)  # NaN and Infinity, of another writer, are no JSON
-      except json.JSONDecodeError:  # the line that a kill cut short
-        continue
-      if isinstance(line, dict) and "step" in line:
+      line = _parsed(text) if having in text else None
+      if line is not None:
         yield line
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+  """Reads a line of a JSONL file; None for a torn one, as a kill leaves it, and for one that names no step."""
+  try:
+    line = json.loads(text, parse_constant=lambda name: None)  # NaN and Infinity, of another writer, are no JSON
+  except json.JSONDecodeError:
+    return None
+  return line if isinstance(line, dict) and "step" in line else None
 
 
 def drop_lines_after(path: pathlib.Path, phase: str, restored_step: int | None) -> None:
   """Rewrites the file, if there is one, without the lines of `phase` beyond `restored_step`, or without any for None.
 
-  A kill leaves the old file or the new one.
+  Torn lines go, too. A kill leaves the old file or the new one; a file that has nothing to lose stays as it is.
   """
   if not path.exists():
     return
   last_step = -math.inf if restored_step is None else restored_step
-  temporary = path.with_suffix(".jsonl.tmp")
-  with temporary.open("w", encoding="utf-8") as file:
-    for line in valid_lines(path):
-      if line.get("phase") != phase or line["step"] <= last_step:
-        file.write(json.dumps(line, allow_nan=False) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
+
+  def kept(text: str) -> str:
+    line = _parsed(text)
+    if line is None or (line.get("phase") == phase and line["step"] > last_step):
+      return ""
+    foreign = "NaN" in text or "Infinity" in text or not text.endswith("\n")
+    return json.dumps(line, allow_nan=False) + "\n" if foreign else text
+
+  # Line by line, so that the file of a long run needs no memory.
+  with path.open(encoding="utf-8", errors="replace") as old:
+    if all(kept(text) == text for text in old):
+      return
+    old.seek(0)
+    temporary = path.with_suffix(".jsonl.tmp")
+    with temporary.open("w", encoding="utf-8") as new:
+      new.writelines(map(kept, old))
+      new.flush()
+      os.fsync(new.fileno())
   os.replace(temporary, path)
 
 

@@ -17,11 +17,16 @@ from typing import Any
 
 from sao_jax.errors import ConfigError
 from sao_jax.report.curves import PANELS, figure
-from sao_jax.report.metrics import read_metrics, to_json, valid_lines
+from sao_jax.report.metrics import metric_lines, to_json, valid_lines
+from sao_jax.report.thinning import thinned
 
 EPISODES_FILE = "episodes.jsonl"
 REPORT_DIRECTORY = "report"
 TEMPLATE = pathlib.Path(__file__).with_name("report.html")
+
+# All that a report reads of a metric line.
+DRAWN = {"step", "policy_version", "lag_mean", "heldout_low", "heldout_high", "sampler_waiting_fraction"}
+DRAWN |= {name for panel in PANELS for name in panel.needs}
 
 # Control characters would be invisible (or break the layout): U+2400 shows a picture of each.
 _VISIBLE_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "\u2421"}
@@ -36,7 +41,7 @@ def write_report(workdir: str | os.PathLike, phase: str = "train") -> list[pathl
     ConfigError: when there is nothing at all to report, or a package of the `report` extra is missing.
   """
   workdir = pathlib.Path(os.path.expanduser(workdir))
-  lines = read_metrics(workdir, phase)
+  lines = thinned(metric_lines(workdir, phase), DRAWN)
   episodes = read_episodes(workdir, phase)
   if not lines and not episodes:
     raise ConfigError(

@@ -268,6 +268,7 @@ class TrainingConfig:
   lock_seconds: NonNegativeFloat = 60.0  # wait for another run in the same workdir, which may still be saving
   audit: bool = True  # compare sampler and learner log-probs before the first step
   audit_tolerance: PositiveFloat = 1e-4  # max |delta log-prob|; raise it for bf16
+  max_skipped_updates: PositiveInt = 10  # steps in a row whose updates are not finite, before the run stops
   watchdog_seconds: PositiveFloat = 600.0  # silence of the rollout side after which the run stops
 
 

@@ -92,6 +92,13 @@ class Checkpointer:
     """Returns the step of the newest complete checkpoint; None without one."""
     return self._manager.latest_step()
 
+  def last_good(self) -> str:
+    """Returns half a sentence that names the newest complete checkpoint."""
+    newest = self.latest_step()
+    if newest is None:
+      return f"there is no checkpoint in {self._directory}"
+    return f"the last good checkpoint is that of step {newest} in {self._directory}"
+
   def due(self, step: int) -> bool:
     """True if a checkpoint is to be written after `step` steps. Notices that an earlier save failed, see `save`."""
     self._notice_failure(self._manager.check_for_errors)
@@ -233,14 +240,11 @@ class Checkpointer:
 
       # The old manager takes the step for saved, and its writers may still be at work: the next save has a new one.
       self._manager, self._owned = _manager(self._directory, keep=self._keep), False
-      newest = self.latest_step()
-      last_good = "there is no checkpoint" if newest is None else f"the last good checkpoint is that of step {newest}"
-      last_good += f" in {self._directory}"
-      logging.error("The checkpoint of step %s was not written: %r; %s.", failed, error, last_good)
+      logging.error("The checkpoint of step %s was not written: %r; %s.", failed, error, self.last_good())
       if self._failures >= MAX_FAILURES:
         raise CheckpointFailure(
           f"{self._failures} checkpoints in a row could not be written, the last one for step {failed} ({error}); "
-          f"{last_good}. Make room or mend the disk: the same command goes on from there."
+          f"{self.last_good()}. Make room or mend the disk: the same command goes on from there."
         ) from error
 
   def _prove(self, step: int) -> None:

@@ -142,6 +142,7 @@ def _page(
   return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
     name=config.get("name") or workdir.resolve().name,
     facts=_facts(lines),
+    alarms=[(line["step"], text) for line in lines for text in line.get("alarms") or ()],
     panels=[(panel, base64.b64encode(images[panel.name]).decode("ascii")) for panel in PANELS],
     episodes=episodes,
     config=json.dumps(config, indent=2) if config else "",

@@ -7,6 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from absl import logging
+
+from sao_jax.report.health import Health
 from sao_jax.report.metrics import DelayedFetch, MetricsWriter
 from sao_jax.report.progress import Progress
 
@@ -27,6 +30,7 @@ class RunLog:
     start: int = 0,
     restored_step: int | None = None,
     every: int = 1,
+    max_skipped_updates: int = 10,
     facts: Mapping[str, str] | None = None,
     keep: Mapping[str, Sequence[float]] | None = None,
   ):
@@ -39,6 +43,7 @@ class RunLog:
       start: train steps done before.
       restored_step: step of the checkpoint that the phase goes on from; None begins it.
       every: steps between two written lines; every step reaches the display and the history.
+      max_skipped_updates: steps in a row whose updates are not finite, from which on the phase has `diverged`.
       facts: display names of metrics, as in {"reward": "reward_mean"}.
       keep: metrics to keep the history of, with their values in the steps done before.
     """
@@ -48,6 +53,7 @@ class RunLog:
     self._delayed = DelayedFetch()
     self._every, self._names = every, dict(facts or {})
     self._facts: dict[str, Any] = {}
+    self._health, self._max_skipped_updates = Health(), max_skipped_updates
 
   def __enter__(self) -> RunLog:
     self._progress.__enter__()
@@ -65,6 +71,16 @@ class RunLog:
     """Logs what was pushed last, and waits for it."""
     self._log(self._delayed.flush())
 
+  @property
+  def skipped_in_a_row(self) -> int:
+    """Steps up to the last one logged whose updates were left out since something was not finite."""
+    return self._health.skipped_in_a_row
+
+  @property
+  def diverged(self) -> bool:
+    """True once there are so many of them that the phase should end."""
+    return self.skipped_in_a_row >= self._max_skipped_updates
+
   def write(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Writes a line of its own, as an evaluation does."""
     self._writer.write(step, metrics)
@@ -78,6 +94,12 @@ class RunLog:
       for name, values in self.history.items():
         values.append(float(metrics.get(name, math.nan)))
       self._facts |= {fact: metrics.get(name) for fact, name in self._names.items()}
-      if step % self._every == 0:
-        self._writer.write(step, metrics)
+
+      # An alarm is said as it begins, and stands in the line of its step, whichever lines are written.
+      alarms = self._health.look(metrics)
+      for alarm in alarms:
+        level = logging.WARNING if alarm.level == "warning" else logging.INFO
+        logging.log(level, "Step %d: %s", step, alarm.text)
+      if alarms or step % self._every == 0:
+        self._writer.write(step, metrics | ({"alarms": [str(alarm) for alarm in alarms]} if alarms else {}))
       self._progress.update(step, **self._facts)

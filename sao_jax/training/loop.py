@@ -126,9 +126,10 @@ def run_phase(
       logging.info("%s: all steps are done (%d), there is nothing left to do.", phase.name, start.step)
       return Result(start.state, start.step, interrupted=False, evaluation=None)
     result = _run(config, learner, workdir, phase, start, checkpointer, interrupt)
+    saved = checkpointer.latest_step()
 
   if result.interrupted:
-    logging.info("Interrupted and saved after step %d; the same command goes on from there.", result.step)
+    logging.info("Interrupted and saved after step %d; the same command goes on from there.", saved or 0)
   return result
 
 
@@ -212,9 +213,9 @@ def _run(
       samples.finish()
       log.flush()
       evaluation.finish(version, look=rollouts.check)
-    saver.save()
-  ended = phases.ended(config, phase, step, log.history[EXPLAINED_VARIANCE]) and evaluation.version is None
-  return Result(state, step, interrupt.requested and not ended, evaluation.last)
+    ended = phases.ended(config, phase, step, log.history[EXPLAINED_VARIANCE])
+    saver.save(ended=ended)
+  return Result(state, step, interrupt.requested and not (ended and evaluation.version is None), evaluation.last)
 
 
 def _is_finished(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Start) -> bool:
@@ -235,6 +236,7 @@ def _make_log(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Sta
     start=start.step,
     restored_step=start.restored_step,
     every=config.training.log_every,
+    max_skipped_updates=config.training.max_skipped_updates,
     facts=FACTS,
     keep={EXPLAINED_VARIANCE: start.explained_variance},
   )

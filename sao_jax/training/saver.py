@@ -11,11 +11,18 @@ from sao_jax.training.rollouts import Rollouts
 from sao_jax.types import TrainState
 
 
+class Diverged(Exception):
+  """Nothing can be updated any more: losses or gradients were not finite in many steps in a row."""
+
+
 class Saver:
   """Saves train state and rollouts together. As a context manager it saves what was trained when something fails.
 
   Between `begin_step` and `end_step` nothing can be saved: the old state is donated, and the rollouts still count its
   batch as one to be trained on. A failure there loses the steps since the last checkpoint.
+
+  Steps whose updates are skipped, since something is not finite, end the run when they are too many in a row. As long
+  as they last nothing is saved but the end of the phase: the newest checkpoint stays the last good one.
   """
 
   def __init__(self, checkpointer: Checkpointer, phase: Phase, rollouts: Rollouts, log: RunLog, start: Start):
@@ -34,7 +41,8 @@ class Saver:
     # Said when it is done; what failed first ends the run, not a save that fails as well.
     step, _ = self._consistent
     try:
-      self.save()
+      if not self.save():
+        return
     except Exception as error:
       logging.error("Something failed, and what was trained up to step %d could not be saved: %r.", step, error)
     else:
@@ -53,19 +61,29 @@ class Saver:
     return self._checkpointer.due(step)
 
   def after(self, step: int) -> None:
-    """Starts an asynchronous checkpoint if one is due."""
-    if self.due(step):
-      self._save()
+    """Starts an asynchronous checkpoint if one is due.
 
-  def save(self) -> None:
-    """Saves, and waits until it is done."""
+    Raises:
+      Diverged: too many steps in a row have updated nothing.
+    """
+    if self.due(step) and not skips(self._log, self._checkpointer):
+      self._save()
+    stop_if_diverged(self._log, self._checkpointer)
+
+  def save(self, *, ended: bool = False) -> bool:
+    """Saves, and waits until it is done. Returns False, and has said so, if it does not: steps are being skipped.
+
+    `ended`: the phase is over, and is saved in any case.
+    """
+    if skips(self._log, self._checkpointer) and not ended:
+      return False
     self._save()
     self._checkpointer.wait()
+    return True
 
   def _save(self) -> None:
     """Starts an asynchronous checkpoint of everything that the next step depends on."""
     step, state = self._consistent
-    self._log.flush()
     host_state = {
       "rollouts": list(self._rollouts.state_dict()),
       "explained_variance": self._log.history[EXPLAINED_VARIANCE],
@@ -74,3 +92,29 @@ class Saver:
       POLICY_ORIGIN: self._start.policy_origin,
     }
     self._checkpointer.save(step, state, host_state)
+
+
+def skips(log: RunLog, checkpointer: Checkpointer) -> bool:
+  """Tells, and says, that nothing is to be saved: the updates of the last steps were not finite."""
+  log.flush()
+  if log.skipped_in_a_row:
+    logging.warning(
+      "The updates of the last %d steps were skipped, and these steps are not saved: %s.",
+      log.skipped_in_a_row,
+      checkpointer.last_good(),
+    )
+  return log.skipped_in_a_row > 0
+
+
+def stop_if_diverged(log: RunLog, checkpointer: Checkpointer) -> None:
+  """Ends a run whose updates have not been finite for too many steps in a row.
+
+  Raises:
+    Diverged: naming the last good checkpoint, which is from before these steps.
+  """
+  if log.diverged:
+    raise Diverged(
+      f"the updates of {log.skipped_in_a_row} steps in a row were skipped, since losses, gradients or advantages were "
+      f"not finite; {checkpointer.last_good()}. Lower the learning rates, look at rewards and value targets, and run "
+      "the same command again: it goes on from there."
+    )

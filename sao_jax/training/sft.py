@@ -32,6 +32,7 @@ from sao_jax.report.run_log import RunLog
 from sao_jax.training import phases
 from sao_jax.training.origins import warn_of_later_phases
 from sao_jax.training.run_folder import open_run
+from sao_jax.training.saver import skips, stop_if_diverged
 from sao_jax.training.step_metrics import StepClock
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrajectoryBatch
 
@@ -175,6 +176,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       start=step,
       restored_step=step or None,
       every=settings.log_every,
+      max_skipped_updates=settings.max_skipped_updates,
       facts=FACTS,
     ) as log:
       while step < config.sft.steps and not interrupt.requested:
@@ -186,15 +188,17 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
         log.push(step, metrics | clock.lap(batch.trajectories))
 
         # Save, if it is due.
-        if checkpointer.due(step):
-          log.flush()
+        if checkpointer.due(step) and not skips(log, checkpointer):
           checkpointer.save(step, network, host_state())
+        stop_if_diverged(log, checkpointer)
       log.flush()
 
     # The last state, or that of an interruption.
-    checkpointer.save(step, network, host_state())
-    checkpointer.wait()
+    if step == config.sft.steps or not skips(log, checkpointer):
+      checkpointer.save(step, network, host_state())
+      checkpointer.wait()
+    saved = checkpointer.latest_step()
 
   if interrupt.requested and step < config.sft.steps:
-    logging.info("Interrupted and saved after step %d; the same command goes on from there.", step)
+    logging.info("Interrupted and saved after step %d; the same command goes on from there.", saved or 0)
   return network.params

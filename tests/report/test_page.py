@@ -117,6 +117,16 @@ def test_a_run_without_some_metrics_says_which(tmp_path):
       assert "not recorded in this run yet" in says[0] and panel.needs[0] in says[0]
 
 
+def test_alarms_are_listed_with_their_steps_and_nothing_without_them(tmp_path, run):
+  _, _, page = run
+  assert "Alarms" not in page
+  with MetricsWriter(tmp_path) as writer:
+    writer.write(1, {"reward_mean": 0.5})
+    writer.write(2, {"reward_mean": 0.5, "alarms": ["equal_rewards: <b> nothing to prefer"]})
+  page = write_report(tmp_path)[0].read_text()
+  assert re.search(r"<h2>Alarms</h2>\s*<ul>\s*<li>Step 2 .*equal_rewards: &lt;b&gt; nothing to prefer", page)
+
+
 def test_panels_have_labelled_axes_and_a_legend(run):
   workdir, *_ = run
   for panel in PANELS:

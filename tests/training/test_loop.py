@@ -25,6 +25,7 @@ from sao_jax.report.page import append_episode, read_episodes, write_report
 from sao_jax.rollout.outcomes import EnvironmentDown
 from sao_jax.sampler.slot_times import SLOT_STATES
 from sao_jax.training import loop, phases, sft
+from sao_jax.training.saver import Diverged
 from sao_jax.training.step_metrics import WAITS
 
 
@@ -298,3 +299,24 @@ def test_what_was_trained_is_saved_when_the_rollout_side_fails(tmp_path, one_dev
   config = training_toy.replace(config, training={"steps": trained})
   assert loop.train(config, tmp_path).step == trained + 1
   assert [line["step"] for line in read_metrics(tmp_path, "train")] == list(range(1, trained + 2))
+
+
+def test_a_run_that_has_diverged_ends_and_goes_on_from_before(tmp_path, one_device, monkeypatch):
+  """Whatever a step computes from the fifth on, its metrics say that its updates were not finite."""
+  settings = {"audit": False, "steps": 50, "checkpoint_every": 2, "max_skipped_updates": 3}
+  config = training_toy.replace(training_toy.get_config(), training=settings)
+  compiled = loop.CompiledSteps.__call__
+
+  def step(self, state, rows, *, update_policy):
+    state, metrics = compiled(self, state, rows, update_policy=update_policy)
+    return state, metrics | {"critic_updates_skipped": float(state.policy_version >= 4)}
+
+  monkeypatch.setattr(loop.CompiledSteps, "__call__", step)
+  with pytest.raises(Diverged, match="steps in a row were skipped.*last good checkpoint is that of step 4"):
+    loop.train(config, tmp_path)
+  assert phases.latest_step(tmp_path / "train") == 4
+  lines = read_metrics(tmp_path, "train")
+  assert [line["step"] for line in lines if line.get("alarms")] == [5]
+  assert 7 <= lines[-1]["step"] <= 8  # metrics are read a step late
+  monkeypatch.setattr(loop.CompiledSteps, "__call__", compiled)
+  assert loop.train(training_toy.replace(config, training={"steps": 4}), tmp_path).step == 5

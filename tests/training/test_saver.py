@@ -8,7 +8,7 @@ import types
 import pytest
 
 from sao_jax.training.phases import EXPLAINED_VARIANCE, Phase, Start
-from sao_jax.training.saver import Saver
+from sao_jax.training.saver import Diverged, Saver
 
 
 class FakeCheckpointer:
@@ -23,6 +23,9 @@ class FakeCheckpointer:
   def save(self, step, state, host_state):
     self.saved.append((step, state, host_state["policy_version"]))
 
+  def last_good(self):
+    return f"the last good checkpoint is that of step {self.saved[-1][0]}"
+
   def wait(self):
     self.waits += 1
     if self.fails:
@@ -32,7 +35,7 @@ class FakeCheckpointer:
 @pytest.fixture
 def saver():
   rollouts = types.SimpleNamespace(state_dict=lambda: ({}, {}))
-  log = types.SimpleNamespace(flush=lambda: None, history={EXPLAINED_VARIANCE: []})
+  log = types.SimpleNamespace(flush=lambda: None, history={EXPLAINED_VARIANCE: []}, skipped_in_a_row=0, diverged=False)
   return Saver(FakeCheckpointer(), Phase("train", critic_steps=1, policy_steps=9), rollouts, log, Start(0, None))
 
 
@@ -62,6 +65,24 @@ def test_a_failure_within_a_step_saves_nothing(saver):
     saver.begin_step()
     raise ValueError
   assert not saver._checkpointer.saved
+
+
+def test_steps_that_are_skipped_are_not_saved_and_too_many_end_the_run(saver, caplog):
+  """The newest checkpoint stays the last good one, however many steps are skipped and whatever ends the run."""
+
+  def after(step, skipped, diverged=False):
+    saver._log.skipped_in_a_row, saver._log.diverged = skipped, diverged
+    saver.end_step(step, f"state {step}")
+    saver.after(step)
+
+  with pytest.raises(Diverged, match="of 3 steps in a row were skipped.*of step 2.*same command again"), saver:
+    after(2, skipped=0)
+    after(4, skipped=1)
+    assert "The updates of the last 1 steps were skipped, and these steps are not saved" in caplog.text
+    after(5, skipped=3, diverged=True)
+  assert saver._checkpointer.saved == [(2, "state 2", 1)] and "is saved" not in caplog.text
+  assert not saver.save() and saver.save(ended=True)  # an interruption; the end of the phase
+  assert saver._checkpointer.saved[1:] == [(5, "state 5", 4)]
 
 
 def test_a_checkpoint_is_made_when_it_is_due(saver):

@@ -1,12 +1,11 @@
 """Metrics of a run: one JSON line per step, the same numbers for TensorBoard, and reading them back.
 
-The JSONL file is the record. Each line is flushed when written, so a kill loses at most the line in progress. A resumed
-run first drops the lines beyond its restored step, so no step appears twice.
+The JSONL file is the record. Each line is written at once, so a kill loses at most the line in progress. A resumed run
+first drops the lines beyond its restored step, so no step appears twice.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -16,7 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
+
+from sao_jax.report.line_file import LineFile
+from sao_jax.report.tensorboard import TensorBoardEvents
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -38,8 +39,8 @@ class MetricsWriter:
     path = pathlib.Path(workdir) / METRICS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     drop_lines_after(path, phase, restored_step)
-    self._file = path.open("a", encoding="utf-8")
-    self._tensorboard = _tensorboard_writer(path.parent / "tensorboard" / phase, restored_step)
+    self._file = LineFile(path)
+    self._tensorboard = TensorBoardEvents(path.parent / "tensorboard" / phase, restored_step)
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Writes the line {"step", "phase", **metrics}.
@@ -48,20 +49,14 @@ class MetricsWriter:
     which readers take as "undefined".
     """
     line = {"step": int(step), "phase": self._phase} | {key: to_json(value) for key, value in metrics.items()}
-    self._file.write(json.dumps(line, allow_nan=False) + "\n")
-    self._file.flush()
-    if self._tensorboard is None:
-      return
-    for key, value in line.items():
-      if isinstance(value, int | float) and key != "step":
-        self._tensorboard.add_scalar(key, value, int(step))
+    self._file.append(line)
+    scalars = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+    self._tensorboard.write(int(step), scalars)
 
   def close(self) -> None:
     """Closes both files; further calls do nothing."""
     self._file.close()
-    if self._tensorboard is not None:
-      self._tensorboard.close()
-      self._tensorboard = None
+    self._tensorboard.close()
 
   def __enter__(self) -> MetricsWriter:
     return self
@@ -187,16 +182,3 @@ def drop_lines_after(path: pathlib.Path, phase: str, restored_step: int | None) 
       new.flush()
       os.fsync(new.fileno())
   os.replace(temporary, path)
-
-
-def _tensorboard_writer(directory: pathlib.Path, restored_step: int | None) -> Any:
-  if importlib.util.find_spec("tensorboardX") is None:
-    logging.log_first_n(
-      logging.INFO, "TensorBoard events are off: tensorboardX is missing (pip install -e '.[report]').", 1
-    )
-    return None
-  import tensorboardX  # an optional extra
-
-  # TensorBoard hides the events beyond the restored step when it is told where the new ones begin.
-  purge = 0 if restored_step is None else restored_step + 1
-  return tensorboardX.SummaryWriter(str(directory), purge_step=purge, flush_secs=10)

@@ -17,6 +17,7 @@ from typing import Any
 
 from sao_jax.errors import ConfigError
 from sao_jax.report.curves import PANELS, figure
+from sao_jax.report.line_file import LineFile
 from sao_jax.report.metrics import metric_lines, to_json, valid_lines
 from sao_jax.report.thinning import thinned
 
@@ -85,8 +86,9 @@ def append_episode(
     "status": status,
     "segments": [{"kind": kind, "text": text} for kind, text in segments],
   }
-  with (pathlib.Path(workdir) / EPISODES_FILE).open("a", encoding="utf-8") as file:
-    file.write(json.dumps(episode, allow_nan=False) + "\n")
+  file = LineFile(pathlib.Path(workdir) / EPISODES_FILE)
+  file.append(episode)
+  file.close()
 
 
 def read_episodes(workdir: str | os.PathLike, phase: str | None = None) -> list[dict[str, Any]]:

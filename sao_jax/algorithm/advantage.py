@@ -181,7 +181,6 @@ def batch_returns(
   """
   if state_values is None:
     state_values = jnp.zeros(batch.token_ids.shape, jnp.float32)
-  sampled, values = tokens.sampled_tokens(batch), tokens.token_values(state_values, batch)
 
   # V behind the end of those trajectories that were cut.
   bootstrap = None
@@ -189,6 +188,7 @@ def batch_returns(
     bootstrap = jnp.where(batch.truncated, jax.vmap(tokens.at_end)(state_values, batch.trajectory_ids), 0.0)
 
   # Row by row, where a piece ends like a trajectory of its own; then on from piece to piece.
+  values, sampled = tokens.token_values(state_values, batch), tokens.sampled_tokens(batch)
   end_values = bootstrap
   if batch.pieces is not None and bootstrap is not None:
     end_values = jnp.where(batch.pieces.ids > 0, 0.0, bootstrap)

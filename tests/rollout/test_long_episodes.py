@@ -61,14 +61,14 @@ def test_300_turns_with_rewritten_history_are_trained_without_loss(tmp_path):
     ids = chat_toy.ids_of(renderer, f"it is {request.rollout_id} {request.new_token_ids[-4]}<|im_end|>")
     return Completion(ids, np.full(len(ids), -3.0, np.float32), np.zeros(len(ids), np.int32), "stop")
 
-  def episode(rollout_id, turns):
+  def episode(rollout_id, turns, limits=limits):
     prompt = Prompt(PromptKey("endless", rollout_id, 0), {})
     return asyncio.run(run_episode(Endless(renderer, turns), prompt, generate, rollout_id, limits, session_id=0))
 
-  trajectories = [episode(0, 300), episode(1, 10**6), episode(2, 1)]
+  trajectories = [episode(0, 300), episode(1, 300, dataclasses.replace(limits, max_turns=50)), episode(2, 1)]
   first, cut, _ = trajectories
   assert first.status is Status.TERMINATED and cut.status is Status.TRUNCATED_TURNS
-  assert len(first.turn_starts) == len(first.segment_starts) == len(cut.turn_starts) == 300
+  assert len(first.turn_starts) == len(first.segment_starts) == 300 and len(cut.turn_starts) == 50
   assert first.reward == pytest.approx(29 * 0.1 + 1.0) and len(first) > 64 * 100
 
   # The buffer promises a batch, and the rows hold it.

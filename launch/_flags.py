@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from launch import EXIT_INTERRUPTED
+from launch import EXIT_INTERRUPTED, _compilation_cache
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree, field_values
 from sao_jax.configuration.listing import listing
@@ -97,6 +97,7 @@ def run(
   # What absl sets up for a program comes first: logging, and the report of an exception that nobody expected.
   def start(_: Sequence[str]) -> None:
     set_up_logging()
+    _compilation_cache.enable()
     status: Any = EXIT_INTERRUPTED
     try:
       initialize_processes()

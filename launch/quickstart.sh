@@ -19,9 +19,6 @@ cd "$repository"
 SECONDS=0
 # A launcher that is interrupted saves and exits, with a status of its own; what builds on it must not start then.
 trap 'exit 75' INT TERM
-# What one program has compiled, the next one loads.
-export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$workdir/compiled}"
-export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0.3}"
 for program in sft pretrain_value train evaluate report; do
   echo "== launch.$program (after ${SECONDS} s)"
   "$python" -m "launch.$program" --config=configs/calculator.py --workdir="$workdir" "$@"

@@ -15,6 +15,7 @@ PositiveInt = Annotated[int, "[1, inf)"]
 NonNegativeInt = Annotated[int, "[0, inf)"]
 PositiveFloat = Annotated[float, "(0, inf)"]
 NonNegativeFloat = Annotated[float, "[0, inf)"]
+Seed = Annotated[int, "[0, 4294967295]"]  # 32 bits: of a larger one jax would read the lowest 32
 Sizes = Annotated[tuple[PositiveInt, ...], "[1, inf)"]  # at least one
 DType = Literal["float32", "bfloat16"]
 
@@ -252,7 +253,7 @@ class EvaluationConfig:
   every: NonNegativeInt = 0  # policy versions between evaluations during training, first and last included; 0: none
   prompts: PositiveInt = 500
   temperature: NonNegativeFloat = 1.0
-  seed: NonNegativeInt = 20_260_729  # of the held-out prompts; not one that anybody trains with
+  seed: Seed = 20_260_729  # of the held-out prompts; not one that anybody trains with
   confidence: Annotated[float, "(0, 1)"] = 0.95
 
 
@@ -261,7 +262,7 @@ class TrainingConfig:
   """The loop around the train step."""
 
   steps: NonNegativeInt = 1000  # policy updates
-  seed: NonNegativeInt = 0
+  seed: Seed = 0
   checkpoint_every: PositiveInt = 100  # train steps
   keep_checkpoints: PositiveInt = 2
   log_every: PositiveInt = 1

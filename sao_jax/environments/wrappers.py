@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Int
 
+from sao_jax.config import NonNegativeInt
 from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.environments.base import Demonstration, Environment, EnvironmentSpec, StepResult
 from sao_jax.episode import Prompt, PromptKey, Status
@@ -113,7 +114,7 @@ class Chaos(Wrapper):
   kills: float = 0.0
   slow_seconds: float = 1.0
   places: tuple[str, ...] = ("reset", "step", "reward")  # equally likely
-  seed: int = 0
+  seed: NonNegativeInt = 0
 
   def __post_init__(self):
     for name, rate in self.rates().items():
@@ -214,7 +215,7 @@ class SimulatedLatency(Wrapper):
 
   mean: float = 1.0  # seconds per step
   sigma: float = 1.0  # spread of the wait's logarithm: 0 is constant, 1 has a 99th percentile of 6 times the mean
-  seed: int = 0
+  seed: NonNegativeInt = 0
 
   def __post_init__(self):
     if not (self.mean >= 0.0 and math.isfinite(self.mean)):

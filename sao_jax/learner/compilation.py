@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from absl import logging
 
+from sao_jax.announce import announced
 from sao_jax.interrupt import POLL, StopSignal
 from sao_jax.learner.batches import abstract_rows
 from sao_jax.learner.setup import Learner, abstract_state, make_step
@@ -71,10 +72,13 @@ class CompiledSteps:
     own = self._program(update_policy, rows)
     wanted = [own] if self._waits <= COMPILING_STEPS else list(self._programs.values())
 
-    while concurrent.futures.wait(wanted, POLL).not_done:
-      look()
-      if interrupt.requested:
-        return False
+    if not concurrent.futures.wait(wanted, 0.0).not_done:
+      return True
+    with announced(f"Compiling {len(wanted)} train steps" if len(wanted) > 1 else "Compiling the train step"):
+      while concurrent.futures.wait(wanted, POLL).not_done:
+        look()
+        if interrupt.requested:
+          return False
     return True
 
   def __call__(

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
+from sao_jax.announce import announced
 from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.configuration.bounds import check_bounds
 from sao_jax.errors import ConfigError
@@ -223,9 +224,12 @@ class Engine:
 
   @contextlib.contextmanager
   def _compilation(self, *shape: str | int) -> Iterator[None]:
-    """Marks the first call of a program."""
+    """Marks the first call of a program, and announces it."""
     self.compiling = shape not in self._compiled
-    yield
+    name, *sizes = shape
+    what = f"Compiling the sampler's {name} of {' x '.join(map(str, sizes))}"
+    with announced(what) if self.compiling else contextlib.nullcontext():
+      yield
     self._compiled.add(shape)
     self.compiling = False
 

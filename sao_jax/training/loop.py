@@ -13,6 +13,7 @@ import pathlib
 import jax
 from absl import logging
 
+from sao_jax.announce import announced
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.config import RunConfig
 from sao_jax.configuration.paths import check_storable, expand
@@ -118,7 +119,8 @@ def run_phase(
     Checkpointer(workdir / phase.name, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
     Interrupt(saves=False) as interrupt,
   ):
-    start = phases.restore_or_begin(config, learner, workdir, phase, checkpointer)
+    with announced("Making or restoring the networks"):
+      start = phases.restore_or_begin(config, learner, workdir, phase, checkpointer)
     if phase.policy_steps:
       learner = phases.settle_objective(learner, critic_pretrained=start.critic_pretrained)
     record()
@@ -163,7 +165,8 @@ def _run(
     # Until here nothing was begun that could be lost.
     interrupt.saves = True
     if config.training.audit:
-      audit_at_start(config, learner, service, state.policy.params, interrupt)
+      with announced("Comparing the sampler with the learner"):
+        audit_at_start(config, learner, service, state.policy.params, interrupt)
 
     # Rollouts go on with those that were in progress; the version that a process starts with is evaluated too.
     rollouts = make_rollouts(learner, service, workdir, phase.name, step, version, interrupt, look=evaluation.check)

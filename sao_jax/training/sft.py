@@ -14,6 +14,7 @@ from absl import logging
 
 from sao_jax.algorithm.network import Network, gradient_step
 from sao_jax.algorithm.reductions import masked_count, masked_mean, masked_sum
+from sao_jax.announce import FirstUses
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.config import RunConfig
 from sao_jax.configuration.paths import check_storable, expand
@@ -142,6 +143,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
   settings = config.training
   demonstrations = Demonstrations(config)
   policy = dataclasses.replace(learner.policy, after_update=None)  # routers are balanced in RL only
+  first_uses = FirstUses()
   train_step = make_sft_step(policy, config.algorithm.micro_batches)
 
   with (
@@ -182,7 +184,8 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       while step < config.sft.steps and not interrupt.requested:
         # Step: still running when the metrics of the step before are logged.
         batch = packed_batch(learner, demonstrations.batch())
-        network, metrics = train_step(network, batch.rows)  # the first one compiles
+        with first_uses(batch.rows.token_ids.shape, "Compiling the imitation step"):
+          network, metrics = train_step(network, batch.rows)
         interrupt.saves = True
         step += 1
         log.push(step, metrics | clock.lap(batch.trajectories))

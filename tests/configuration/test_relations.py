@@ -53,7 +53,11 @@ VALID = RunConfig(environment=Toy())
 ANNOTATIONS = {path: annotation for path, _, annotation in config_tree.leaves(VALID)}
 CHOICES = {path: typing.get_args(a) for path, a in ANNOTATIONS.items() if typing.get_origin(a) is typing.Literal}
 BOUNDED = {path: typing.get_args(a) for path, a in ANNOTATIONS.items() if typing.get_origin(a) is typing.Annotated}
-MINIMA = {path: int(interval[1:].split(",")[0]) for path, (kind, interval) in BOUNDED.items() if kind is int}
+MINIMA = {
+  path: int(interval[1:].split(",")[0])
+  for path, (kind, interval) in BOUNDED.items()
+  if kind is int and interval.endswith("inf)")  # seeds have two ends: test_seeds.py
+}
 INTERVALS = {path: interval for path, (kind, interval) in BOUNDED.items() if kind is float}
 SIZES = [path for path, annotation in ANNOTATIONS.items() if annotation == Sizes]
 
@@ -331,7 +335,8 @@ def test_every_field_is_checked_or_free_on_purpose():
   free |= {"algorithm.whiten_advantages"}  # one name beside true and false
   of_tuples = {"model.lora.targets", "model.indexer_types", "sampler.window_buckets"}  # bounds of their entries
   assert fields - {*CHOICES, *BOUNDED} == free | of_tuples
-  assert {*MINIMA, *INTERVALS, *SIZES} == {*BOUNDED}
+  seeds = {"training.seed", "evaluation.seed"}
+  assert {*MINIMA, *INTERVALS, *SIZES, *seeds} == {*BOUNDED}
 
 
 @pytest.mark.parametrize(

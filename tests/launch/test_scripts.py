@@ -42,7 +42,7 @@ def test_an_interrupt_ends_the_script_with_the_program(tmp_path):
   time.sleep(0.3)
   os.killpg(process.pid, signal.SIGINT)
   try:
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=30) == 75
   finally:
     if process.poll() is None:
       os.killpg(process.pid, signal.SIGKILL)

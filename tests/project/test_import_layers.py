@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "sao_jax"
 
 # From the ground up: a room imports from itself and from the rooms before it. Nothing imports upwards.
 ROOMS = (
-  *("errors", "config", "configuration", "episode", "interrupt", "run_lock", "types"),
+  *("errors", "config", "configuration", "episode", "interrupt", "run_lock", "announce", "types"),
   *("parallel", "models", "sampler", "algorithm", "checkpoints", "huggingface"),
   *("rewards", "data", "chat", "environments", "rollout"),
   *("report", "learner", "evaluation", "training", "benchmarks", "launch"),

@@ -205,7 +205,7 @@ class RolloutConfig:
   max_tokens_per_turn: PositiveInt = 64
   environment_timeout: PositiveFloat = 30.0  # seconds for one reset or step
   environment_retries: NonNegativeInt = 2
-  max_consecutive_failures: PositiveInt = 20  # of the environment, before the run stops with its name
+  outage_seconds: PositiveFloat = 300.0  # of nothing but failures of an environment; then the run stops with its name
   row_lengths: Sizes = (128, 256)  # packed row lengths T; the smallest that holds the longest trajectory
   row_counts: Sizes = (32, 64, 128)  # numbers of packed rows B; a batch that needs more gets a multiple of one
   max_in_flight: NonNegativeInt = 0  # episodes at the same time, parked beyond the sampler's slots; 0: as many as slots

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from sao_jax.errors import ConfigError
+
 
 class PromptKey(NamedTuple):
   """Names one prompt for ever: its environment, the number of the example there, and the pass over the data."""
@@ -151,6 +153,20 @@ class Trajectory:
   def oldest_version(self) -> int:
     """Version of the oldest sampled token; staleness is measured on it. -1 without sampled tokens."""
     return int(self.policy_version[self.action_mask].min()) if self.action_mask.any() else -1
+
+
+class BadPrompt(ConfigError):
+  """One prompt that nobody can attempt: it is skipped and counted, and the run goes on with the next one.
+
+  A source of prompts raises it for an item that is damaged, an environment for one that it cannot pose.
+
+  Attributes:
+    reason: a short fixed name, under which it is counted.
+  """
+
+  def __init__(self, field: str, problem: str, remedy: str, *, reason: str = "prompt_bad"):
+    self.reason = reason
+    super().__init__(field, problem, remedy)
 
 
 class EnvironmentFailure(Exception):

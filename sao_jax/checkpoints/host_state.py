@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
 _ARRAY = "__array__"
+_DICT = "__dict__"  # a dict with one of these two keys, as a list of its items
 _DOCUMENT = "json"
 
 
@@ -59,23 +60,27 @@ def _encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     arrays[name] = value
     return {_ARRAY: name}
 
-  # Containers; a dict with the key that marks an array would come back as an array.
+  # Containers; a dict with a key that marks something would come back as what that marks.
   if isinstance(value, list | tuple):
     return [_encode(item, f"{path}[{index}]", arrays) for index, item in enumerate(value)]
-  if isinstance(value, dict) and _ARRAY not in value:
+  if isinstance(value, dict):
     for key in value:
       if not isinstance(key, str):
         raise TypeError(f"{path}: the key {key!r} is not a string; JSON would change it")
-    return {key: _encode(item, f"{path}.{key}", arrays) for key, item in value.items()}
+    encoded = {key: _encode(item, f"{path}.{key}", arrays) for key, item in value.items()}
+    return {_DICT: list(encoded.items())} if _ARRAY in value or _DICT in value else encoded
   raise TypeError(f"{path}: a {type(value).__name__} cannot be stored without pickle")
 
 
 def _decode(value: Any, arrays: Any) -> Any:
   if isinstance(value, list):
     return [_decode(item, arrays) for item in value]
-  if isinstance(value, dict):
-    return arrays[value[_ARRAY]] if _ARRAY in value else {key: _decode(item, arrays) for key, item in value.items()}
-  return value
+  if not isinstance(value, dict):
+    return value
+  if _ARRAY in value:
+    return arrays[value[_ARRAY]]
+  items = value[_DICT] if _DICT in value else value.items()
+  return {key: _decode(item, arrays) for key, item in items}
 
 
 class HostStateHandler(ocp.AsyncCheckpointHandler):

@@ -21,6 +21,11 @@ MISSING = "(no such field)"  # on one side of a difference
 TYPE_KEY = "dataclass"  # in JSON: the name of the dataclass that a mapping was
 MODULE_KEY, FILE_KEY = "module", "file"  # in JSON: where that class stands, if not in sao_jax.config
 
+# Fields that there once were: what to use instead.
+REMOVED = {
+  "max_consecutive_failures": "Use rollout.outage_seconds: the run stops after so many seconds of nothing but failures."
+}
+
 
 def is_section(value: Any) -> bool:
   """True for a dataclass instance, that is, for what has fields of its own."""
@@ -96,6 +101,8 @@ def unknown_field(
 ) -> ConfigError:
   """The error for a field that does not exist, with the nearest names as the remedy, or `otherwise` if none is near."""
   last = path.rpartition(".")[2]
+  if last in REMOVED:
+    return ConfigError(path, "this field was removed.", REMOVED[last])
   same_name = [name for name in known if name.rpartition(".")[2] == last]
   near = same_name or difflib.get_close_matches(path, known, n=3, cutoff=0.7)
   if not near:

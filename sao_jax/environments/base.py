@@ -8,6 +8,7 @@ re-tokenised.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.episode import EnvironmentFailure, GraderFailure, InfrastructureFailure, Prompt, Status
+from sao_jax.json_values import storable_text
 from sao_jax.rewards.scalar import check_reward
 
 __all__ = [
@@ -182,10 +184,11 @@ def check_token_ids(token_ids: Any, *, environment: str, vocab_size: int, what: 
 
 
 def check_step_result(result: Any, *, environment: str, vocab_size: int) -> StepResult:
-  """Checks an environment's answer; returns it with int32 ids and a float reward.
+  """Checks an environment's answer; returns it with int32 ids, a float reward, and floats in `info`.
 
   Raises:
-    EnvironmentFailure: for anything but a StepResult with valid ids and a boolean `done`.
+    EnvironmentFailure: for anything but a StepResult with valid ids, a boolean `done`, and an `info` that maps names to
+      numbers.
     GraderFailure: for a reward that is not one finite number, and when done without any.
   """
   if not isinstance(result, StepResult):
@@ -201,4 +204,20 @@ def check_step_result(result: Any, *, environment: str, vocab_size: int) -> Step
   if result.new_context and (done or not len(observation)):
     raise EnvironmentFailure(environment, "a new context needs at least one token, and a turn that follows")
   reward = check_reward(result.reward, environment) if done or result.reward is not None else None
-  return dataclasses.replace(result, observation=observation, done=done, reward=reward)
+  info = _check_info(result.info, environment)
+  return dataclasses.replace(result, observation=observation, done=done, reward=reward, info=info)
+
+
+def _check_info(info: Any, environment: str) -> dict[str, float]:
+  """Checks that `info` maps names to numbers; returns them as floats, as checkpoints and records keep them."""
+  if not isinstance(info, dict):
+    raise EnvironmentFailure(environment, f"info must map names to numbers, got {info!r:.80}")
+  for name, value in info.items():
+    if not isinstance(name, str) or not storable_text(name):
+      raise EnvironmentFailure(environment, f"info has the key {name!r:.80}, which is no name")
+    if not isinstance(value, numbers.Real):
+      raise EnvironmentFailure(environment, f"info[{name!r}] must be a number, got {value!r:.80}")
+  try:
+    return {str(name): float(value) for name, value in info.items()}
+  except OverflowError as error:
+    raise EnvironmentFailure(environment, f"info holds a number that no float can: {error}") from error

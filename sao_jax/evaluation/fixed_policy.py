@@ -12,8 +12,9 @@ from sao_jax.episode import EnvironmentFailure, Prompt, Trajectory
 from sao_jax.evaluation.event_loop import run_in_background
 from sao_jax.interrupt import StopSignal
 from sao_jax.rollout.calls import call_environment, failures_of, make_environment
-from sao_jax.rollout.ledger import Rollout
+from sao_jax.rollout.entries import Rollout
 from sao_jax.rollout.loop_clock import LoopClock
+from sao_jax.rollout.outages import Outages
 from sao_jax.rollout.outcomes import BadEvidence, PromptTooLong, RolloutSilent
 from sao_jax.rollout.run_episode import EpisodeLimits
 from sao_jax.rollout.runner import EpisodeRunner
@@ -85,6 +86,7 @@ async def _run_all(
     temperature=temperature,
     timeout=config.rollout.environment_timeout,
     retries=config.rollout.environment_retries,
+    outages=Outages(config.rollout.outage_seconds),
     on_activity=activity.note,
   )
 

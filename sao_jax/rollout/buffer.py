@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from sao_jax.episode import Trajectory
+from sao_jax.rollout.entries import Entry, Finished
 from sao_jax.rollout.evidence import RequiredExperts, check_trajectory
-from sao_jax.rollout.ledger import Entry, Finished, Ledger
+from sao_jax.rollout.ledger import Ledger
 from sao_jax.rollout.outcomes import BadEvidence, Outcome
 from sao_jax.rollout.staleness import decisive_version, is_stale, mask_over_age, mask_truncated
 from sao_jax.rollout.statistics import RolloutStatistics, Usage

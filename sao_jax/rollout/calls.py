@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
-from sao_jax.episode import EnvironmentFailure, InfrastructureFailure
+from sao_jax.episode import BadPrompt, EnvironmentFailure, InfrastructureFailure
 from sao_jax.rollout.loop_clock import Call, LoopClock
 from sao_jax.rollout.outcomes import EnvironmentTimeout, EventLoopBlocked, UnexpectedFailure
 
@@ -30,7 +30,7 @@ def failures_of(environment: str, what: str) -> Iterator[None]:
   """
   try:
     yield
-  except (EnvironmentFailure, KeyboardInterrupt, SystemExit):
+  except (EnvironmentFailure, BadPrompt, KeyboardInterrupt, SystemExit):
     raise
   except OSError as error:  # connections, pipes, files, processes
     raise InfrastructureFailure(environment, f"{what} raised {type(error).__name__}: {error}") from error

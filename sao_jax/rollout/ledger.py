@@ -24,85 +24,16 @@ A single rollout is a group of one, with nothing left to say.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from sao_jax.config import RolloutConfig
-from sao_jax.episode import Prompt, PromptKey, Trajectory
+from sao_jax.episode import BadPrompt, Prompt, PromptKey, Trajectory
 from sao_jax.errors import ConfigError
+from sao_jax.rollout.entries import Entry, Finished, LedgerState, Rollout
 from sao_jax.rollout.outcomes import Outcome, Place, check_identity
-
-
-class PromptStream(Protocol):
-  """Prompts in order; its state is JSON."""
-
-  def __next__(self) -> Prompt: ...
-  def get_state(self) -> Any: ...
-  def set_state(self, state: Any) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Rollout:
-  """One attempt at a prompt.
-
-  Attributes:
-    rollout_id: its number in the run; with the run's seed it determines all random keys.
-    prompt: the task.
-    sample: its number among the rollouts of this prompt.
-  """
-
-  rollout_id: int
-  prompt: Prompt
-  sample: int = 0
-
-
-class Finished(NamedTuple):
-  """A finished rollout, with the two numbers that decisions under the lock need.
-
-  Attributes:
-    trajectory: the result.
-    num_sampled: its sampled tokens.
-    version: the policy version that its age is measured from.
-  """
-
-  trajectory: Trajectory
-  num_sampled: int
-  version: int
-
-
-@dataclasses.dataclass
-class Entry:
-  """A rollout without an outcome.
-
-  Attributes:
-    place: where it is.
-    rollout: the attempt, as long as it is in flight: it may have to be made again.
-    began: seconds on the buffer's clock when the attempt began.
-    oldest: the policy version of its first sampled token; None before there is one.
-    finished: the result, from then on.
-  """
-
-  place: Place
-  rollout: Rollout | None = None
-  began: float = 0.0
-  oldest: int | None = None
-  finished: Finished | None = None
-
-
-class LedgerState(NamedTuple):
-  """The ledger at one instant.
-
-  Attributes:
-    intake: JSON: the next number, and the unfinished rollouts with their prompts.
-    admission: JSON: the counters.
-    trajectories: what is finished and not trained on, the batches in training first.
-  """
-
-  intake: dict[str, Any]
-  admission: dict[str, Any]
-  trajectories: list[Trajectory]
+from sao_jax.rollout.prompt_stream import PromptStream, draw_prompt
 
 
 class Ledger:
@@ -232,20 +163,26 @@ class Ledger:
       self._submitted += len(rollouts)
       return True
 
-  def start(self, prompts: PromptStream) -> Rollout | None:
-    """Returns the next rollout to run: one that was submitted, else the first one of the next prompt.
+  def start(
+    self, prompts: PromptStream, ready: Callable[[Rollout], bool] = lambda rollout: True, *, draw: bool = True
+  ) -> Rollout | None:
+    """Returns the next rollout to run: the first one that was submitted and is `ready`, else one of the next prompts.
 
-    Returns None when there is no capacity or no prompt.
+    Returns None when none is ready, and there is no capacity or no prompt for another one. Those that are not ready
+    wait; `draw=False` draws a prompt only where none waits. Raises BadPrompt for one that nobody can attempt: it is
+    counted as skipped, and the next call goes on behind it.
     """
     # The source is asked without the lock, which the trainer needs: it may take its time, or hang.
     with self.drawing:
-      with self.lock:
-        draws = not self._waiting and not self.exhausted and self.capacity >= self.group_size
-      prompt = next(prompts, None) if draws else None
-      with self.lock:
-        if draws:
+      while True:
+        with self.lock:
+          rollout = self._next_ready(ready)
+          room = not self.exhausted and self.capacity >= self.group_size
+          if rollout is not None or not room or (self._waiting and not draw):
+            return rollout
+        prompt = draw_prompt(prompts)
+        with self.lock:
           self._submit_next(prompt)
-        return self._entries[self._waiting.popleft()].rollout if self._waiting else None
 
   def finish(self, rollout_id: int, finished: Finished) -> bool:
     """Moves a rollout from flight into the buffer; False when its outcome was known before."""
@@ -403,14 +340,25 @@ class Ledger:
 
   # All of this under the lock.
 
-  def _submit_next(self, prompt: Prompt | None) -> None:
-    """Submits the next prompt, or notes that there is none."""
+  def _next_ready(self, ready: Callable[[Rollout], bool]) -> Rollout | None:
+    for rollout_id in self._waiting:
+      if ready(self._entries[rollout_id].rollout):
+        self._waiting.remove(rollout_id)
+        return self._entries[rollout_id].rollout
+    return None
+
+  def _submit_next(self, prompt: Prompt | BadPrompt | None) -> None:
+    """Submits the next prompt, counts it as skipped, or notes that there is none."""
     if prompt is None:
       self.exhausted = True
       self._note_change()
       return
     first = self._next_rollout_id
     self._next_rollout_id += self.group_size
+    if isinstance(prompt, BadPrompt):  # its rollouts are over before they begin
+      self._submitted += self.group_size
+      self._count(Outcome.SKIPPED_PROMPT, prompt.reason, self.group_size)
+      raise prompt
     self.submit(*(self._rollout(number, prompt) for number in range(first, self._next_rollout_id)))
 
   def _rollout(self, rollout_id: int, prompt: Prompt) -> Rollout:

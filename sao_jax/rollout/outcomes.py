@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from sao_jax.episode import EnvironmentFailure, GraderFailure, InfrastructureFailure
+from sao_jax.episode import BadPrompt, EnvironmentFailure, GraderFailure, InfrastructureFailure
 from sao_jax.errors import ConfigError
 
 
@@ -29,6 +29,7 @@ class Outcome(enum.Enum):
   FILTERED = "filtered"  # its evidence (ids, log-probs, versions, reward) was bad
   FAILED_INFRASTRUCTURE = "failed_infrastructure"  # sandbox, server, grader, time-out
   FAILED_ENVIRONMENT = "failed_environment"  # the environment broke its contract or raised something unknown
+  SKIPPED_PROMPT = "skipped_prompt"  # nobody can attempt its prompt: too long, empty, damaged
   DROPPED_STALE = "dropped_stale"  # older than the staleness bound when it was wanted
   ABORTED = "aborted"  # cut by the loop itself, when it stopped
 
@@ -70,22 +71,57 @@ class BadEvidence(Exception):
     super().__init__(f"{reason}: {detail}")
 
 
-class PromptTooLong(ConfigError):
-  """A prompt leaves no room for a single sampled token: the configuration is wrong, so the run stops."""
+class PromptTooLong(BadPrompt):
+  """A prompt leaves no room for a single sampled token."""
 
   def __init__(self, prompt_length: int, context_length: int, name: str):
     super().__init__(
       "sampler.context_length",
       f"prompt {name} has {prompt_length} tokens, which leaves no room to answer in a context of {context_length}",
       f"set sampler.context_length above {prompt_length} (and rollout.row_lengths with it), or choose shorter prompts",
+      reason="prompt_too_long",
     )
 
 
-class EnvironmentDown(RuntimeError):
-  """`rollout.max_consecutive_failures` rollouts of one environment failed in a row; the last failure is the cause."""
+class PromptEmpty(BadPrompt):
+  """A prompt has no token at all."""
 
-  def __init__(self, environment: str, failures: int, last: BaseException):
-    super().__init__(f"environment {environment!r}: {failures} rollouts failed in a row, the last one with: {last}")
+  def __init__(self, environment: str, name: str):
+    super().__init__(
+      "prompts",
+      f"environment {environment!r} made no token of prompt {name}",
+      "leave such items out, or let `reset` return at least a begin-of-sequence token",
+      reason="prompt_empty",
+    )
+
+
+class NothingButBadPrompts(ConfigError):
+  """So many prompts in a row were skipped that the data set, or the configuration, is wrong."""
+
+  def __init__(self, skipped: int, last: BadPrompt):
+    super().__init__(
+      last.field, f"{skipped} prompts in a row were skipped, the last one since {last.problem}", last.remedy
+    )
+    self.__cause__ = last
+
+
+class NothingButBadEvidence(RuntimeError):
+  """So many rollouts in a row were filtered that the sampler is broken."""
+
+  def __init__(self, filtered: int, last: BadEvidence):
+    super().__init__(f"the sampler: {filtered} rollouts in a row cannot be trained on, the last one: {last}")
+    self.__cause__ = last
+
+
+class EnvironmentDown(RuntimeError):
+  """One environment did nothing but fail for `rollout.outage_seconds`; the last failure is the cause."""
+
+  def __init__(self, environment: str, seconds: float, failures: int, last: BaseException):
+    attempts = f"all {failures} attempts" if failures > 1 else "the only attempt"
+    super().__init__(
+      f"environment {environment!r}: {attempts} in {seconds:.3g} s failed (rollout.outage_seconds), the last one "
+      f"with: {last}"
+    )
     self.__cause__ = last
 
 

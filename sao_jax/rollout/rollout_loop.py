@@ -11,7 +11,6 @@ its group. An exception that is not a rollout's own affair stops the loop and re
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import functools
 import logging
@@ -24,16 +23,20 @@ import numpy as np
 
 from sao_jax.config import RolloutConfig
 from sao_jax.environments.base import Environment
-from sao_jax.episode import EnvironmentFailure
+from sao_jax.episode import BadPrompt, EnvironmentFailure, PromptKey
+from sao_jax.rollout.bad_prompts import IN_A_ROW, BadPrompts
 from sao_jax.rollout.buffer import Snapshot, TrajectoryBuffer
-from sao_jax.rollout.ledger import PromptStream, Rollout
+from sao_jax.rollout.entries import Rollout
 from sao_jax.rollout.lockstep import LockStep
 from sao_jax.rollout.loop_clock import LoopClock
+from sao_jax.rollout.outages import Outages
 from sao_jax.rollout.outcomes import (
   BadEvidence,
-  EnvironmentDown,
   LoopStopped,
+  NothingButBadEvidence,
+  NothingButBadPrompts,
   Outcome,
+  Place,
   PromptsExhausted,
   RolloutSilent,
   UnexpectedFailure,
@@ -41,6 +44,7 @@ from sao_jax.rollout.outcomes import (
   outcome_of,
   reason_of,
 )
+from sao_jax.rollout.prompt_stream import PromptStream
 from sao_jax.rollout.run_episode import EpisodeLimits
 from sao_jax.rollout.runner import EpisodeRunner, Sampler
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
@@ -89,8 +93,8 @@ class RolloutLoop:
     self.error: BaseException | None = None
     self.buffer, self.ledger = buffer, buffer.ledger
     self._prompts, self._max_in_flight = prompts, max_in_flight
-    self._max_consecutive_failures = config.max_consecutive_failures
-    self._consecutive_failures: collections.Counter[str] = collections.Counter()
+    self._outages = Outages(config.outage_seconds, in_rounds=config.deterministic, stop=self._fail, wake=self._wake)
+    self._bad_prompts, self._filtered_in_a_row = BadPrompts(), 0
 
     # Deterministic runs sample in rounds, and are saved as they were at the last version.
     self._lockstep = LockStep(sampler) if config.deterministic else None
@@ -108,9 +112,11 @@ class RolloutLoop:
       temperature=temperature,
       timeout=config.environment_timeout,
       retries=config.environment_retries,
+      outages=self._outages,
       clock=self._clock,
       on_activity=self._activity.note,
       on_retry=self._count_retry,
+      on_posed=self._bad_prompts.good,
       on_oldest=buffer.note_oldest,
     )
 
@@ -280,9 +286,13 @@ class RolloutLoop:
         await asyncio.wait(rest, timeout=1.0)
 
   def _start_rollouts(self) -> None:
-    while len(self._tasks) < self._max_in_flight:
-      with self._clock.holding("drawing a prompt"):
-        rollout = self.ledger.start(self._prompts)
+    while len(self._tasks) < self._max_in_flight and self.error is None:
+      try:
+        with self._clock.holding("drawing a prompt"):
+          rollout = self.ledger.start(self._prompts, self._may_begin, draw=self._outages.some_up)
+      except BadPrompt as problem:
+        self._skip(problem)
+        continue
       if rollout is None:
         break
       task = asyncio.create_task(self._run(rollout), name=f"rollout {rollout.rollout_id}")
@@ -293,7 +303,7 @@ class RolloutLoop:
 
     with self.ledger.lock:
       self.buffer.statistics.occupy(len(self._tasks), self._max_in_flight)
-    if self.ledger.exhausted and not self._tasks:
+    if self.ledger.exhausted and not self._tasks and not self.ledger.count(Place.IN_FLIGHT):
       self.buffer.end(PromptsExhausted("the prompts have ended, and what is left does not fill a batch"))
 
   async def _run(self, rollout: Rollout) -> None:
@@ -302,19 +312,27 @@ class RolloutLoop:
       trajectory = await self._runner.run(rollout)
       with self._clock.holding("checking trajectories"):
         self.buffer.put(trajectory)
-      self._consecutive_failures[rollout.prompt.key.environment] = 0
+      self._filtered_in_a_row = 0
 
     # A fault of the environment costs its rollout, and is worth a traceback where nobody expected it.
     except EnvironmentFailure as failure:
       unexpected = isinstance(failure, UnexpectedFailure)
       level = logging.ERROR if unexpected else logging.WARNING
       log.log(level, "rollout %d is dropped: %s", rollout.rollout_id, failure, exc_info=unexpected)
-      self._count_failure(rollout, outcome_of(failure), reason_of(failure), failure)
+      self.ledger.fail(rollout.rollout_id, outcome_of(failure), reason_of(failure))
 
-    # So does what the sampler recorded and cannot be true.
+    # A prompt that nobody can attempt is skipped; the run goes on with the next one.
+    except BadPrompt as problem:
+      self.ledger.fail(rollout.rollout_id, Outcome.SKIPPED_PROMPT, problem.reason)
+      self._skip(problem, rollout.prompt.key)
+
+    # What the sampler recorded and cannot be true costs its rollout, too; nothing else for long is a broken sampler.
     except BadEvidence as problem:
       log.warning("rollout %d is filtered: %s", rollout.rollout_id, problem)
-      self._count_failure(rollout, Outcome.FILTERED, problem.reason, problem)
+      self.ledger.fail(rollout.rollout_id, Outcome.FILTERED, problem.reason)
+      self._filtered_in_a_row += 1
+      if self._filtered_in_a_row >= IN_A_ROW:
+        self._fail(NothingButBadEvidence(self._filtered_in_a_row, problem))
 
     self._activity.note()
 
@@ -336,16 +354,15 @@ class RolloutLoop:
       self._fail(error)
     self._awake.set()
 
-  def _count_failure(self, rollout: Rollout, outcome: Outcome, reason: str, problem: Exception) -> None:
-    """Gives a rollout that failed its outcome; too many of them in a row stop the run.
+  def _may_begin(self, rollout: Rollout) -> bool:
+    return self._outages.admits(rollout.prompt.key.environment)
 
-    It counts even if its group had ended before. The others of its group, which that cancels, do not.
-    """
-    self.ledger.fail(rollout.rollout_id, outcome, reason)
-    name = rollout.prompt.key.environment
-    self._consecutive_failures[name] += 1
-    if self._consecutive_failures[name] >= self._max_consecutive_failures:
-      self._fail(EnvironmentDown(name, self._consecutive_failures[name], problem))
+  def _skip(self, problem: BadPrompt, key: PromptKey | None = None) -> None:
+    """Takes note of a prompt that was skipped; nothing but such prompts stops the run."""
+    try:
+      self._bad_prompts.skip(problem, key)
+    except NothingButBadPrompts as error:
+      self._fail(error)
 
   def _count_retry(self) -> None:
     self._activity.note()

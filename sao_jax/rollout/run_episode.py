@@ -5,8 +5,8 @@ Both are arguments and speak token ids, so neither has to live in this process.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import numbers
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -16,13 +16,13 @@ import numpy as np
 
 from sao_jax.config import RolloutConfig
 from sao_jax.environments.base import Environment, StepResult, check_step_result, check_token_ids
-from sao_jax.episode import EnvironmentFailure, Prompt, Status, Trajectory
+from sao_jax.episode import Prompt, Status, Trajectory
 from sao_jax.rewards.scalar import check_reward
 from sao_jax.rollout.builder import TrajectoryBuilder
 from sao_jax.rollout.calls import call_environment, failures_of
 from sao_jax.rollout.evidence import check_completion, check_routed_experts
 from sao_jax.rollout.loop_clock import LoopClock
-from sao_jax.rollout.outcomes import PromptTooLong
+from sao_jax.rollout.outcomes import PromptEmpty, PromptTooLong
 from sao_jax.sampler.requests import Completion, GenerateRequest
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ async def run_episode(
   Raises:
     EnvironmentFailure: the environment failed, timed out or returned garbage.
     BadEvidence: the sampler returned an action that cannot be trained on.
-    PromptTooLong: no token fits behind the prompt.
+    BadPrompt: nobody can attempt the prompt: no token fits behind it, it is empty, or the environment says so.
   """
   # Pose the task.
   began = time.monotonic()
@@ -191,11 +191,13 @@ class _EnvironmentCaller:
 
   async def reset(self, prompt: Prompt) -> np.ndarray:
     # Nothing has been sampled yet, so a fresh instance may try again, whatever hung.
-    ids = await self._call("reset", lambda: self._environment.reset(prompt), retryable=True)
+    # A copy: what an environment keeps in its prompt must not reach a checkpoint, nor another attempt.
+    own = dataclasses.replace(prompt, data=copy.deepcopy(prompt.data))
+    ids = await self._call("reset", lambda: self._environment.reset(own), retryable=True)
     with failures_of(self._name, "reading the prompt"):
       ids = check_token_ids(ids, environment=self._name, vocab_size=self._vocab_size, what="the prompt")
     if not len(ids):
-      raise EnvironmentFailure(self._name, "the prompt is empty")
+      raise PromptEmpty(self._name, str(tuple(prompt.key)))
     return ids
 
   def stop_ids(self) -> tuple[int, ...]:
@@ -206,11 +208,7 @@ class _EnvironmentCaller:
     # A copy: what an environment does to its argument must not reach the trajectory.
     result = await self._call("step", lambda: self._environment.step(action_ids.copy()))
     with failures_of(self._name, "reading the answer of step"):
-      result = check_step_result(result, environment=self._name, vocab_size=self._vocab_size)
-      info = result.info
-      if not isinstance(info, dict) or not all(isinstance(value, numbers.Real) for value in info.values()):
-        raise EnvironmentFailure(self._name, f"info must map names to numbers, got {info!r:.80}")
-    return result
+      return check_step_result(result, environment=self._name, vocab_size=self._vocab_size)
 
   async def on_truncated(self, status: Status) -> float:
     reward = await self._call("on_truncated", lambda: self._environment.on_truncated(status))

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from sao_jax.environments.base import Environment
 from sao_jax.episode import EnvironmentFailure, Trajectory
 from sao_jax.rollout.calls import call_environment, make_environment
-from sao_jax.rollout.ledger import Rollout
+from sao_jax.rollout.entries import Rollout
 from sao_jax.rollout.loop_clock import LoopClock
+from sao_jax.rollout.outages import Attempt, Outages
 from sao_jax.rollout.run_episode import EpisodeLimits, run_episode
 from sao_jax.sampler.requests import Completion, GenerateRequest
 
 log = logging.getLogger(__name__)
-
-RETRY_DELAY = 0.1  # seconds before the first retry, doubled for every further one
 
 
 class Sampler(Protocol):
@@ -58,9 +58,11 @@ class EpisodeRunner:
     temperature: float = 1.0,
     timeout: float = 30.0,
     retries: int = 0,
+    outages: Outages | None = None,
     clock: LoopClock | None = None,
     on_activity: Callable[[], None] = lambda: None,
     on_retry: Callable[[], None] = lambda: None,
+    on_posed: Callable[[], None] = lambda: None,
     on_oldest: Callable[[int, int | None], None] = lambda rollout_id, version: None,
   ):
     """Args:
@@ -70,33 +72,37 @@ class EpisodeRunner:
     temperature: of sampling.
     timeout: seconds for one call of an environment.
     retries: further attempts at a rollout after a failure that is retryable.
+    outages: decides when an attempt may begin, and learns from its end; None makes one.
     clock: measures the event loop; None makes one.
-    on_activity: called whenever the sampler is called and has answered.
+    on_activity: called whenever the sampler is called and has answered, and when an attempt has failed.
     on_retry: called before every further attempt.
+    on_posed: called when an environment has posed its prompt, and the policy may act.
     on_oldest: called with the id of a rollout and the version of its first sampled token, as soon as that is known,
       from any thread; with None when an attempt begins.
     """
     self._make_environment, self._sampler, self._limits = make_environment, sampler, limits
     self._temperature, self._timeout, self._retries = temperature, timeout, retries
-    self._clock = clock or LoopClock()
-    self._on_activity, self._on_retry, self._on_oldest = on_activity, on_retry, on_oldest
+    self._outages, self._clock = outages or Outages(), clock or LoopClock()
+    self._on_activity, self._on_retry, self._on_posed, self._on_oldest = on_activity, on_retry, on_posed, on_oldest
     self.closing: set[asyncio.Task] = set()  # an event loop holds tasks only weakly
 
   async def run(self, rollout: Rollout) -> Trajectory:
     """One rollout. Raises what `run_episode` raises, after the last attempt."""
     self._clock.start()
-    for attempt in range(self._retries):
+    number = 0  # attempts before this one
+    while True:
       try:
-        return await self._attempt(rollout)
+        async with self._outages.attempt(rollout.prompt.key.environment, rollout.rollout_id, number) as attempt:
+          return await self._attempt(rollout, attempt)
       except EnvironmentFailure as failure:
-        if not failure.retryable:
+        self._on_activity()
+        if not failure.retryable or number >= self._retries:
           raise
         log.info("rollout %d is tried again: %s", rollout.rollout_id, failure)
+      number += 1
       self._on_retry()
-      await asyncio.sleep(RETRY_DELAY * 2**attempt)
-    return await self._attempt(rollout)
 
-  async def _attempt(self, rollout: Rollout) -> Trajectory:
+  async def _attempt(self, rollout: Rollout, attempt: Attempt) -> Trajectory:
     # Nothing of an attempt before is used again.
     name = rollout.prompt.key.environment
     environment = make_environment(self._make_environment, name, self._timeout, self._clock)
@@ -106,7 +112,7 @@ class EpisodeRunner:
       return await run_episode(
         environment,
         rollout.prompt,
-        functools.partial(self._generate, FirstCall(functools.partial(self._on_oldest, rollout.rollout_id))),
+        self._generate_in(attempt),
         rollout.rollout_id,
         self._limits,
         sample=rollout.sample,
@@ -123,13 +129,25 @@ class EpisodeRunner:
       self.closing.add(closing)
       closing.add_done_callback(self._closed)
 
-  async def _generate(self, on_oldest: FirstCall, request: GenerateRequest) -> Completion:
-    self._on_activity()
-    completion = await self._sampler.generate(dataclasses.replace(request, on_sampled=on_oldest))
-    self._on_activity()
-    if len(completion.policy_versions):  # not every sampler reports while it samples
-      on_oldest(completion.policy_versions[0])
-    return completion
+  def _generate_in(self, attempt: Attempt) -> Callable[[GenerateRequest], Awaitable[Completion]]:
+    turns = itertools.count()
+    on_oldest = FirstCall(functools.partial(self._on_oldest, attempt.rollout_id))
+
+    async def generate(request: GenerateRequest) -> Completion:
+      # The first action follows the prompt, every further one an answer of the environment.
+      if next(turns):
+        self._outages.answered(attempt)
+      else:
+        self._on_posed()
+
+      self._on_activity()
+      completion = await self._sampler.generate(dataclasses.replace(request, on_sampled=on_oldest))
+      self._on_activity()
+      if len(completion.policy_versions):  # not every sampler reports while it samples
+        on_oldest(completion.policy_versions[0])
+      return completion
+
+    return generate
 
   def _closed(self, closing: asyncio.Task) -> None:
     self.closing.discard(closing)

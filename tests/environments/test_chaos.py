@@ -19,7 +19,7 @@ from sao_jax.environments.calculator import Calculator
 from sao_jax.environments.wrappers import Chaos, Fault, FaultPlace
 from sao_jax.episode import PromptKey
 from sao_jax.errors import ConfigError
-from sao_jax.rollout import runner
+from sao_jax.rollout import outages
 from sao_jax.rollout.outcomes import Outcome
 from sao_jax.sampler.scheduler import Scheduler
 from sao_jax.sampler.service import SamplerService
@@ -78,7 +78,7 @@ def test_faults_come_at_their_rates_and_depend_on_seed_and_prompt_alone():
 )
 @pytest.mark.parametrize("turns", [2, 99], ids=["ends", "is cut"])
 def test_every_fault_in_every_place_has_its_outcome_and_the_place_comes_back(fault, reasons, place, turns, monkeypatch):
-  monkeypatch.setattr(runner, "RETRY_DELAY", 0.0)
+  monkeypatch.setattr(outages, "LONGEST_PAUSE", 0.001)
   chaos = Chaos(Fake(turns), places=(place.value,), slow_seconds=0.05, **{RATES[fault]: 0.4}, seed=1)
   failing = {number for number in range(16) if chaos.fault(key(number)) and fault is not Fault.SLOW}
   assert 4 <= len(failing) <= 8 or fault is Fault.SLOW
@@ -93,7 +93,6 @@ def test_every_fault_in_every_place_has_its_outcome_and_the_place_comes_back(fau
     admission_staleness=15,
     environment_timeout=timeout,
     environment_retries=1,
-    max_consecutive_failures=17,
   )
   with Running(loop):
     train(loop, sampler, 16 - len(failing), batch_size=1, inspect=lambda batch, _: seen.append(batch[0].key.id))
@@ -167,7 +166,6 @@ def deterministic_run() -> tuple[list, dict[Outcome, int]]:
       slots=6,
       deterministic=True,
       environment_timeout=0.5,
-      max_consecutive_failures=100,
       max_staleness=4,
     )
     with Running(loop):

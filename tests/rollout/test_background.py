@@ -44,7 +44,7 @@ def name_of(error: BaseException) -> str:
 
 def raising(error: BaseException):
   async def fault(*_):
-    raise error
+    raise error.with_traceback(None)  # it would grow, each time that it is raised again
 
   return fault
 
@@ -99,21 +99,21 @@ def test_an_exception_of_any_kind_reaches_the_main_loop_as_itself(where, error):
 def test_what_an_environment_raises_costs_rollouts_and_in_the_end_the_run(method, error):
   def make():
     if method == "make":
-      raise error
+      raise error.with_traceback(None)
     return FakeEnvironment(turns=99, faults={method: raising(error)})
 
-  loop = make_loop(make, slots=1, max_consecutive_failures=3)
+  loop = make_loop(make, slots=1, outage_seconds=0.1)
   with Running(loop):
     caught = caught_by_the_main_loop(loop)
   if isinstance(error, SystemExit | KeyboardInterrupt):
     assert caught is error  # they keep their meaning
     return
-  assert isinstance(caught, EnvironmentDown) and "3 rollouts failed in a row" in str(caught)
+  assert isinstance(caught, EnvironmentDown) and "failed (rollout.outage_seconds)" in str(caught)
   chain = [caught]
   while chain[-1].__cause__ is not None:
     chain.append(chain[-1].__cause__)
   assert chain[-1] is error
-  assert loop.stats()["failed_environment"] + loop.stats()["failed_infrastructure"] == 3
+  assert loop.stats()["failed_environment"] + loop.stats()["failed_infrastructure"] >= 3
 
 
 @pytest.mark.parametrize("method", ["make", "reset", "step", "on_truncated", "close"])

@@ -10,7 +10,7 @@ from toys.rollout_fakes import FakeEnvironment, FakePrompts, FakeSampler, Runnin
 
 from sao_jax.episode import Trajectory
 from sao_jax.rollout import loop_clock
-from sao_jax.rollout.ledger import Rollout
+from sao_jax.rollout.entries import Rollout
 from sao_jax.rollout.outcomes import EnvironmentTimeout, EventLoopBlocked
 from sao_jax.rollout.run_episode import EpisodeLimits
 from sao_jax.rollout.runner import EpisodeRunner

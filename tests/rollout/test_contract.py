@@ -29,13 +29,13 @@ from toys.sampler_fakes import drain, make, request
 from sao_jax.environments.base import StepResult
 from sao_jax.environments.wrappers import Chaos
 from sao_jax.episode import GraderFailure, InfrastructureFailure, Status
-from sao_jax.rollout import runner
+from sao_jax.rollout import outages
 from sao_jax.rollout.outcomes import Outcome, check_identity
 
 
 @pytest.fixture(autouse=True)
-def no_retry_delay(monkeypatch):
-  monkeypatch.setattr(runner, "RETRY_DELAY", 0.0)
+def short_pauses(monkeypatch):
+  monkeypatch.setattr(outages, "LONGEST_PAUSE", 0.001)
 
 
 def wait_until(condition) -> None:
@@ -114,7 +114,6 @@ def test_whatever_becomes_of_rollouts_their_capacity_comes_back(eta, slots, tau)
     admission_staleness=eta,
     max_staleness=tau,
     environment_timeout=0.3,
-    max_consecutive_failures=120,
   )
   version = 0
   with Running(loop):

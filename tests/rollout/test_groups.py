@@ -63,7 +63,6 @@ def test_batches_of_whole_groups_whatever_fails(slots, eta):
     sampler,
     slots=slots,
     admission_staleness=eta,
-    max_consecutive_failures=10**6,
     **GROUPS,
   )
   with Running(loop):
@@ -151,17 +150,19 @@ def test_groups_that_grow_stale_in_a_live_loop_are_stopped(mode):
 
 
 def test_failures_in_a_row_are_counted_in_every_group():
-  """A dead environment stops the run after as many failures as without groups, or a few more."""
+  """A dead environment stops the run, though each of its failures ends a group."""
   sampler = FakeSampler()
 
   async def broken():
     raise InfrastructureFailure("fake", "gone", retryable=False)
 
   make_environment = lambda: FakeEnvironment(faults={"reset": broken})
-  loop = make_loop(make_environment, sampler, slots=8, max_consecutive_failures=8, **GROUPS)
-  with Running(loop), pytest.raises(EnvironmentDown, match="8 rollouts failed in a row"):
+  loop = make_loop(make_environment, sampler, slots=8, outage_seconds=0.2, **GROUPS)
+  with Running(loop), pytest.raises(EnvironmentDown, match="'fake': all .* attempts in .* s failed"):
     train(loop, sampler, 1, batch_size=8)
-  assert loop.stats()["submitted"] <= 48
+  stats = loop.stats()
+  assert stats["failed_infrastructure/group/InfrastructureFailure"] > 0 and stats["trained"] == 0
+  check_identity(stats)
 
 
 def test_over_age_tokens_of_a_group_are_masked_where_something_is_left():
@@ -252,7 +253,6 @@ def deterministic_run(timing: int) -> tuple[list, dict]:
       slots=6,
       deterministic=True,
       admission_staleness=1,
-      max_consecutive_failures=10**6,
       **GROUPS,
     )
     with Running(loop):
@@ -287,9 +287,7 @@ def test_with_groups_of_one_everything_is_as_it_was():
   """The same prompts under the same ids, in the order in which they finish; nothing is counted for a group."""
   fails_now_and_then.random = np.random.default_rng(0)
   order, sampler = [], FakeSampler(delay=jitter)
-  loop = make_loop(
-    lambda: FakeEnvironment(faults={"reset": fails_now_and_then}), sampler, max_consecutive_failures=99, slots=5
-  )
+  loop = make_loop(lambda: FakeEnvironment(faults={"reset": fails_now_and_then}), sampler, slots=5)
   put = loop.buffer.put
   loop.buffer.put = lambda trajectory: order.append(trajectory.rollout_id) or put(trajectory)
   taken = []

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from toys.rollout_fakes import FakePrompts, make_trajectory, submit
 
 from sao_jax.errors import ConfigError
-from sao_jax.rollout.ledger import Finished, Ledger
+from sao_jax.rollout.entries import Finished
+from sao_jax.rollout.ledger import Ledger
 from sao_jax.rollout.outcomes import Outcome, check_identity
 
 

@@ -247,7 +247,6 @@ def run_abandoning(environment, timeout, **limits):
   [
     ("reset", None),
     ("reset", "text"),
-    ("reset", []),
     ("reset", [1.5, 2.5]),
     ("reset", [VOCAB_SIZE]),
     ("reset", [-1]),
@@ -261,6 +260,10 @@ def run_abandoning(environment, timeout, **limits):
     ("step", StepResult([], "yes", 1.0)),
     ("step", StepResult([], True, 1.0, info={"text": "long"})),
     ("step", StepResult([], True, 1.0, info=None)),
+    ("step", StepResult([], True, 1.0, info={3: 1.0})),
+    ("step", StepResult([], True, 1.0, info={"half \ud83d": 1.0})),
+    ("step", StepResult([], True, 1.0, info={"large": 10**400})),
+    ("step", StepResult([], True, 1.0, info={"array": np.ones(2)})),
     ("on_truncated", None),
     ("on_truncated", float("inf")),
     ("on_truncated", "0.5"),

@@ -78,7 +78,6 @@ def run(environment, seconds: float) -> dict:
     max_staleness=6,
     environment_timeout=1.0,
     environment_retries=1,
-    max_consecutive_failures=50,
     watchdog_seconds=STANDSTILL,
   )
   sampler.requests = collections.deque(maxlen=1)  # it would keep them all

@@ -15,7 +15,8 @@ from sao_jax.environments.base import Environment, StepResult
 from sao_jax.episode import Prompt, PromptKey, Status, Trajectory
 from sao_jax.rollout.buffer import TrajectoryBuffer
 from sao_jax.rollout.builder import TrajectoryBuilder
-from sao_jax.rollout.ledger import Ledger, Rollout
+from sao_jax.rollout.entries import Rollout
+from sao_jax.rollout.ledger import Ledger
 from sao_jax.rollout.outcomes import check_identity
 from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.sampler.requests import Completion, GenerateRequest

@@ -212,7 +212,7 @@ FIELDS = {
     25.0, at(EPISODES, "EpisodeRunner.timeout") + at(RL, "call_environment.seconds")
   ),
   "rollout.environment_retries": Field(4, at(EPISODES, "EpisodeRunner.retries")),
-  "rollout.max_consecutive_failures": Field(13, at(RL, "RolloutLoop.config.max_consecutive_failures")),
+  "rollout.outage_seconds": Field(200.0, at(EPISODES, "EpisodeRunner.outages.seconds")),
   "rollout.row_lengths": Field(
     (40, 56),
     at(SFT, "pack[-1].row_lengths")

@@ -287,7 +287,7 @@ def test_what_was_trained_is_saved_when_the_rollout_side_fails(tmp_path, one_dev
   config = training_toy.replace(
     training_toy.get_config(),
     training={"audit": False, "steps": 50, "checkpoint_every": 1000},
-    rollout={"max_consecutive_failures": 2},
+    rollout={"outage_seconds": 0.2},
   )
   config = dataclasses.replace(config, environment=FailingParity())
   monkeypatch.setattr(Failing, "limit", 64)  # the check of the prompts takes 32

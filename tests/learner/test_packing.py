@@ -179,14 +179,19 @@ def test_a_trajectory_longer_than_a_row_lies_in_several():
 @given(st.lists(st.lists(st.integers(2, 9), min_size=1, max_size=12), min_size=1, max_size=8))
 def test_trajectories_of_any_segments_are_packed_without_loss_and_with_a_bounded_table(all_segments):
   trajectories = [segmented(index, *segments) for index, segments in enumerate(all_segments)]
-  batch = pack(trajectories, (4, 9), (1, 2), grouped=True)
+  experts = lambda t: np.random.default_rng(t.rollout_id).integers(0, 8, (len(t), 2, 1)).astype(np.int16)
+  over_age = lambda t: t.action_mask & (np.arange(len(t)) % 3 > 0)
+  trajectories = [dataclasses.replace(t, routed_experts=experts(t), loss_mask=over_age(t)) for t in trajectories]
+  batch = pack(trajectories, (4, 9), (1, 2), routed_shape=(2, 1), grouped=True)
   found = {one["token_ids"].tobytes(): one for one in unpack(batch)}
   assert len(found) == len(trajectories)
   for trajectory in trajectories:
     one = found[trajectory.token_ids.tobytes()]
     np.testing.assert_array_equal(one["behavior_logprobs"], trajectory.behavior_logprobs)
     np.testing.assert_array_equal(one["rewards"], trajectory.token_rewards)
-    assert len(set(one["group_ids"].tolist())) == 1
+    np.testing.assert_array_equal(one["routed_experts"], trajectory.routed_experts)
+    np.testing.assert_array_equal(one["loss_mask"], trajectory.loss_mask)
+    assert len(set(one["group_ids"].tolist())) == 1 and one["truncated"].all()
     assert np.flatnonzero(one["positions"] == 0).tolist() == trajectory.segment_starts.tolist()
 
   # Only trajectories longer than a row are cut, and the table holds their pieces: three for each row suffice.

@@ -255,6 +255,8 @@ class EvaluationConfig:
   temperature: NonNegativeFloat = 1.0
   seed: Seed = 20_260_729  # of the held-out prompts; not one that anybody trains with
   confidence: Annotated[float, "(0, 1)"] = 0.95
+  sampler: Literal["own", "shared"] = "own"  # own: costs a second KV cache | shared: takes slots from the rollouts
+  success_threshold: float = 1.0  # an episode succeeds when its return is at least this
 
 
 @dataclasses.dataclass(frozen=True)

@@ -379,6 +379,9 @@ def _rollouts(config: RunConfig) -> Iterator[ConfigError]:
     if 0 <= rollout.max_staleness < rollout.admission_staleness:
       oldest = f"{rollout.admission_staleness} versions in its rounds"
       yield ConfigError("rollout.deterministic", f"rollouts would be dropped for their age, which is {oldest}.", remedy)
+    if config.evaluation.sampler == "shared":
+      shared = "an evaluation in the rollouts' slots would change what is sampled together."
+      yield ConfigError("rollout.deterministic", shared, "Set evaluation.sampler='own'.")
     if rollout.max_in_flight > slots:
       over = f"{rollout.max_in_flight} episodes do not fit into {slots} slots at the same time."
       yield ConfigError("rollout.deterministic", over, remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -14,9 +15,9 @@ from sao_jax.evaluation.fixed_policy import run_episodes
 from sao_jax.interrupt import StopSignal
 from sao_jax.learner.sampler_side import make_service
 from sao_jax.report.success_rate import Success, success
+from sao_jax.sampler.fixed_weights import FixedSampler
+from sao_jax.sampler.service import SamplerService
 from sao_jax.types import PyTree
-
-SUCCESS_REWARD = 1.0  # an episode succeeds when it earns the full reward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,14 @@ class Evaluation:
     }
 
 
-def evaluate(config: RunConfig, params: PyTree, version: int, interrupt: StopSignal | None = None) -> Evaluation:
+def evaluate(
+  config: RunConfig,
+  params: PyTree,
+  version: int,
+  interrupt: StopSignal | None = None,
+  *,
+  service: SamplerService | None = None,
+) -> Evaluation:
   """Runs `evaluation.prompts` held-out prompts, or all there are, with fixed weights.
 
   Args:
@@ -60,6 +68,7 @@ def evaluate(config: RunConfig, params: PyTree, version: int, interrupt: StopSig
     params: policy parameters on the sampler's devices; they must stay alive until this returns.
     version: their policy version.
     interrupt: ends it when the process is asked to stop.
+    service: a started sampler whose slots it shares, with these weights whatever is published; None: one of its own.
 
   Raises:
     Interrupted: the process was asked to stop.
@@ -78,9 +87,13 @@ def evaluate(config: RunConfig, params: PyTree, version: int, interrupt: StopSig
   prompts = list(itertools.islice((source[index] for index in range(len(source))), settings.prompts))
 
   # Every token must be a sample of this one version.
-  with make_service(config, params, seed=settings.seed, version=version) as service:
+  with contextlib.ExitStack() as stack:
+    if service is not None:
+      sampler = FixedSampler(service, params, version, settings.seed)
+    else:
+      sampler = stack.enter_context(make_service(config, params, seed=settings.seed, version=version))
     trajectories, failures = run_episodes(
-      config, service, prompts, temperature=settings.temperature, interrupt=interrupt
+      config, sampler, prompts, temperature=settings.temperature, interrupt=interrupt
     )
   versions = {int(v) for t in trajectories for v in np.unique(t.policy_version[t.action_mask])}
   if versions - {version}:
@@ -89,7 +102,7 @@ def evaluate(config: RunConfig, params: PyTree, version: int, interrupt: StopSig
   # Failures of the environment are counted, not graded.
   rewards = [trajectory.reward for trajectory in trajectories]
   return Evaluation(
-    success=success(sum(reward >= SUCCESS_REWARD for reward in rewards), len(rewards), settings.confidence),
+    success=success(sum(reward >= settings.success_threshold for reward in rewards), len(rewards), settings.confidence),
     mean_reward=float(np.mean(rewards)) if rewards else float("nan"),
     mean_sampled=float(np.mean([t.num_sampled for t in trajectories])) if trajectories else float("nan"),
     ungraded=len(failures),

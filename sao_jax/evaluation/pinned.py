@@ -11,6 +11,7 @@ from absl import logging
 from sao_jax.config import RunConfig
 from sao_jax.evaluation.heldout import Evaluation, evaluate
 from sao_jax.interrupt import POLL, Interrupt, Interrupted
+from sao_jax.sampler.service import SamplerService
 from sao_jax.types import PyTree
 
 
@@ -37,13 +38,21 @@ class PinnedEvaluation:
     interrupt: Interrupt,
     *,
     last_version: int = 0,
+    service: SamplerService | None = None,
     report: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
   ):
-    """`last_version` is that of the phase's end, 0 for none; `report(step, evaluation)` is called with each result."""
+    """Args:
+    config: the run's configuration.
+    interrupt: ends an evaluation when the process is asked to stop.
+    last_version: that of the phase's end, 0 for none.
+    service: the rollouts' sampler, for `evaluation.sampler="shared"`.
+    report: called with the step and the result of each evaluation.
+    """
     self.version: int | None = None
     self.last: Evaluation | None = None
     self._config, self._interrupt, self._given_up = config, interrupt, False
     self._last_version, self._report = last_version, report
+    self._service = service if config.evaluation.sampler == "shared" else None
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation")
     self._step = 0
     self._result: concurrent.futures.Future[Evaluation] | None = None
@@ -103,7 +112,8 @@ class PinnedEvaluation:
     if self._result is not None:
       raise RuntimeError(f"the evaluation of version {self.version} was not collected")
     self.version, self._step = version, step
-    self._result = self._thread.submit(evaluate, self._config, params, version, self)
+    shared = {} if self._service is None else {"service": self._service}
+    self._result = self._thread.submit(evaluate, self._config, params, version, self, **shared)
 
   def check(self) -> None:
     """Raises the exception that ended the evaluation, as itself, unless it was interrupted."""

@@ -21,6 +21,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.parallel.layout import DEFAULT_RULES, Layout
 from sao_jax.parallel.params import Params, path_name
 from sao_jax.sampler import buckets, steps
+from sao_jax.sampler.fixed_weights import Weights
 from sao_jax.sampler.prefill import Extension, PrefillCall, plan_calls
 from sao_jax.sampler.sampling import SamplingRule
 from sao_jax.sampler.state import empty_state
@@ -130,10 +131,11 @@ class Engine:
     """Slots per dispatch."""
     return self._decode_batches[-1]
 
-  def extend(self, extensions: Sequence[Extension]) -> list[Prefill]:
+  def extend(self, extensions: Sequence[Extension], weights: Weights | None = None) -> list[Prefill]:
     """Writes the tokens and starts the turns: a prompt, the next turn of a trajectory, a prefill after a publish.
 
     A slot that was in use is taken over. Returns at once, with one `Prefill` for each call if experts are recorded.
+    `weights` take the place of the published ones.
 
     Raises:
       ConfigError: tokens and budget do not fit into the cache; nothing is written then.
@@ -141,19 +143,26 @@ class Engine:
     for extension in extensions:
       extension.check(self.config.context_length)
     calls = plan_calls(extensions, self._lengths, self._prefixes, self._prefill_batches)
-    prefills = [Prefill(call, self._extend(call)) for call in calls]
+    prefills = [Prefill(call, self._extend(call, weights or self._weights)) for call in calls]
     return prefills if self.routed_shape else []
 
-  def decode(self, num_steps: int, lengths: Mapping[int, int]) -> Dispatch:
+  def decode(self, num_steps: int, lengths: Mapping[int, int], weights: Weights | None = None) -> Dispatch:
     """Starts up to `num_steps` ≤ decode_steps steps and returns at once; a slot stops by itself when its turn ends.
 
     `lengths` names the slots to decode, at most `decode_batch`, and for each how many tokens it has written, at most.
+    `weights` take the place of the published ones.
     """
     rows = buckets.smallest_bucket(self._decode_batches, len(lengths))
     slots = np.full((rows,), self._num_slots, np.int32)
     members = np.fromiter(lengths, np.int32, len(lengths))
     slots[members if rows == self._num_slots else slice(len(members))] = members
-    return self._decode(slots, num_steps, buckets.smallest_bucket(self._windows, max(lengths.values())))
+    window = buckets.smallest_bucket(self._windows, max(lengths.values()))
+    return self._decode(slots, num_steps, window, weights or self._weights)
+
+  @property
+  def _weights(self) -> Weights:
+    """The published ones, with the run's random numbers."""
+    return Weights(self.params, self.version, self._key)
 
   def publish(self, params: Params, version: int) -> None:
     """Uses these parameters from the next dispatch on; the cache stays as it is.
@@ -186,18 +195,18 @@ class Engine:
     """
     for rows in self._decode_batches:
       for window in self._windows:
-        self._decode(np.full((rows,), self._num_slots, np.int32), 0, window)
+        self._decode(np.full((rows,), self._num_slots, np.int32), 0, window, self._weights)
     for window in (0, *(self._prefixes if prefixes else ())):
       for length in self._lengths:
         for rows in self._prefill_batches:
-          self._extend(PrefillCall([], rows, length, window))
+          self._extend(PrefillCall([], rows, length, window), self._weights)
 
-  def _decode(self, slots: np.ndarray, num_steps: int, window: int) -> Dispatch:
+  def _decode(self, slots: np.ndarray, num_steps: int, window: int, weights: Weights) -> Dispatch:
     with self._compilation("decode", len(slots), window):
       self._state, outputs = steps.decode(
-        self.params,
+        weights.params,
         self._state,
-        self._key,
+        weights.key,
         slots,
         np.int32(num_steps),
         config=self._model_config,
@@ -207,12 +216,12 @@ class Engine:
         keep_experts=self.routed_shape is not None,
         layout=self._layout,
       )
-    return Dispatch(slots=slots, version=self.version, outputs=outputs)
+    return Dispatch(slots=slots, version=weights.version, outputs=outputs)
 
-  def _extend(self, call: PrefillCall) -> jax.Array | None:
+  def _extend(self, call: PrefillCall, weights: Weights) -> jax.Array | None:
     with self._compilation("extend", call.rows, call.length, call.window):
       self._state, routed_experts = steps.extend(
-        self.params,
+        weights.params,
         self._state,
         *call.arrays(self._num_slots),
         config=self._model_config,

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from sao_jax.errors import ConfigError
+from sao_jax.sampler.fixed_weights import Weights
 from sao_jax.sampler.state import MAX_STOP_IDS
 
 
@@ -26,6 +27,7 @@ class GenerateRequest:
     temperature: 0 takes the most probable token, for evaluation only.
     keep_slot: True keeps the session for another turn, until `release`; False forgets it after this one.
     new_context: True replaces everything that the session holds by `new_token_ids` (for example a rewritten history).
+    weights: sample this session with these, in place of the published ones; the same in all its turns.
     on_sampled: called in the sampler's thread whenever tokens of the turn have been sampled, with the policy version
       that sampled them; must not block. A sampler may leave it out, as all versions come with the completion.
 
@@ -44,6 +46,7 @@ class GenerateRequest:
   temperature: float = 1.0
   keep_slot: bool = False
   new_context: bool = False
+  weights: Weights | None = dataclasses.field(default=None, compare=False, repr=False)
   on_sampled: Callable[[int], None] = dataclasses.field(default=lambda version: None, compare=False, repr=False)
 
 

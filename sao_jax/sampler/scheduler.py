@@ -141,6 +141,10 @@ class Scheduler:
     """Forgets a session and frees its slot; a running turn ends with `SessionReleasedError`."""
     self._inbox.append(functools.partial(self._forget, session_id))
 
+  def check_params(self, params: Params) -> None:
+    """Refuses parameters of another model; see `Engine.check_params`."""
+    self._engine.check_params(params)
+
   def publish(self, params: Params, version: int) -> None:
     """Hands new parameters to the next dispatch; of several publishes between two ticks the last one counts.
 
@@ -199,7 +203,7 @@ class Scheduler:
 
   def _accept(self, request: GenerateRequest, on_done: OnDone) -> None:
     """Takes a request; an error in it goes to its caller alone."""
-    session = self._sessions.get(request.session_id) or Session(rollout_id=request.rollout_id)
+    session = self._sessions.get(request.session_id) or Session(request.rollout_id, request.weights)
     kept = 0 if request.new_context else len(session.token_ids)
     total = kept + len(request.new_token_ids)
     budget = min(request.max_tokens, self._engine.config.context_length - total)
@@ -248,10 +252,12 @@ class Scheduler:
     self._counters.publishes += 1
 
     if reprefill:
-      for session in self._sessions.values():
+      outdated = [session for session in self._sessions.values() if session.weights is None]
+      for session in outdated:
         session.written = 0  # a waiting session is prefilled when its next turn comes
-      self._extend(self._decoding)
-      self._counters.reprefilled += len(self._decoding)
+      running = [session for session in self._decoding if session.weights is None]
+      self._extend(running)
+      self._counters.reprefilled += len(running)
 
   def _fill_slots(self) -> int:
     """Starts turns in free slots and in those that they hold already; returns their number."""
@@ -276,11 +282,11 @@ class Scheduler:
     self._slot_times.note(len(working) - prefilling, prefilling, waiting, free=all_slots - len(working) - waiting)
 
   def _extend(self, sessions: list[Session]) -> None:
-    if sessions:
-      extensions = [session.extension() for session in sessions]
+    for part in _by_weights(sessions):
+      extensions = [session.extension() for session in part]
       self._counters.prefilled_tokens += sum(len(extension.token_ids) - 1 for extension in extensions)
-      by_slot = {session.slot: session for session in sessions}
-      for prefill in self._engine.extend(extensions):
+      by_slot = {session.slot: session for session in part}
+      for prefill in self._engine.extend(extensions, part[0].weights):
         self._started.append(Started(self._ticks, functools.partial(self._read_prefill, prefill, by_slot)))
 
   def _park_longest_idle(self) -> bool:
@@ -296,17 +302,22 @@ class Scheduler:
     return True
 
   def _start_dispatches(self) -> None:
-    """Starts a dispatch per `decode_batch` running turns, of like length: a dispatch reads one window of the cache."""
+    """Starts a dispatch per `decode_batch` running turns, of like length: a dispatch reads one window of the cache.
+
+    A dispatch samples with one policy.
+    """
     self._decoding.sort(key=lambda session: session.written)
-    for first in range(0, len(self._decoding), self._engine.decode_batch):
-      self._start_dispatch(self._decoding[first : first + self._engine.decode_batch])
+    for sessions in _by_weights(self._decoding):
+      for first in range(0, len(sessions), self._engine.decode_batch):
+        self._start_dispatch(sessions[first : first + self._engine.decode_batch])
     self._decoding = [session for session in self._decoding if session.turn.steps_left]
 
   def _start_dispatch(self, sessions: list[Session]) -> None:
     # As many steps as pay off, given how long each turn may still run.
     steps_left = np.array([session.turn.steps_left for session in sessions], np.int32)
     num_steps = best_num_steps(steps_left, self._engine.config.decode_steps)
-    dispatch = self._engine.decode(num_steps, {session.slot: session.written for session in sessions})
+    lengths = {session.slot: session.written for session in sessions}
+    dispatch = self._engine.decode(num_steps, lengths, sessions[0].weights)
 
     # Remember the turn of each row: when the dispatch is read, its slot may hold another session.
     by_slot = {session.slot: session for session in sessions}
@@ -364,6 +375,14 @@ class Scheduler:
     if session.slot is not None:
       heapq.heappush(self._free, session.slot)
       session.slot = None
+
+
+def _by_weights(sessions: Sequence[Session]) -> list[list[Session]]:
+  """Parts sessions by the policy that they sample with, in order; the published one is `None`."""
+  parts: dict[int, list[Session]] = {}
+  for session in sessions:
+    parts.setdefault(id(session.weights), []).append(session)
+  return list(parts.values())
 
 
 def best_num_steps(steps_left: np.ndarray, max_steps: int, overhead: float = _DISPATCH_OVERHEAD) -> int:

@@ -176,6 +176,15 @@ class SamplerService:
       lane.scheduler.publish(params, version)
       lane.wake.set()
 
+  def check_params(self, params: Params) -> None:
+    """Refuses parameters of another model.
+
+    Raises:
+      ConfigError: naming the first parameter that differs.
+    """
+    for lane in self._lanes:
+      lane.scheduler.check_params(params)
+
   def stats(self) -> dict[str, float]:
     """Returns the statistics of `Scheduler.stats`, summed over the schedulers, and the oldest version."""
     stats = [lane.scheduler.stats() for lane in self._lanes]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Int
 
+from sao_jax.sampler.fixed_weights import Weights
 from sao_jax.sampler.prefill import Extension
 from sao_jax.sampler.requests import Completion, GenerateRequest
 
@@ -63,6 +64,7 @@ class Session:
 
   Attributes:
     rollout_id: determines its random numbers, together with the run seed.
+    weights: those that it samples with; None: the published ones.
     token_ids: all tokens of its context: prompts, observations, and the sampled ones that were read back.
     random_offset: number of tokens in its earlier contexts, so that no index of a random number is used twice.
     slot: index of the slot that holds its keys and values; None while it is queued, parked, or about to end.
@@ -74,6 +76,7 @@ class Session:
   """
 
   rollout_id: int
+  weights: Weights | None = None
   token_ids: list[int] = dataclasses.field(default_factory=list)
   random_offset: int = 0
   slot: int | None = None

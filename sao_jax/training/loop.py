@@ -158,7 +158,11 @@ def _run(
     _make_log(config, workdir, phase, start) as log,
     _make_service(config, phase, version, weights) as service,
     PinnedEvaluation(
-      config, interrupt, last_version=phase.policy_steps, report=functools.partial(_report, log, samples)
+      config,
+      interrupt,
+      last_version=phase.policy_steps,
+      service=service,
+      report=functools.partial(_report, log, samples),
     ) as evaluation,
     frozen_heap(),
   ):

@@ -130,6 +130,12 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
     ({"sampler.top_k": 40}, "sampler.top_k", "top_k=40", "sampler.top_k=0"),
     ({"rollout.row_lengths": (64, 128)}, "rollout.row_lengths", "longest row has 128", "Add sampler.context_length"),
     ({"rollout.max_trajectory_tokens": 255}, "rollout.max_trajectory_tokens", "one context may have 256", "0 for no"),
+    (
+      {"rollout.deterministic": True, "evaluation.sampler": "shared"},
+      "rollout.deterministic",
+      "what is sampled together",
+      "evaluation.sampler",
+    ),
     ({"algorithm.micro_batches": 3}, "rollout.row_counts", "32 rows do not divide into 3", "algorithm.micro_batches"),
     ({"mesh.data": 16, "mesh.fsdp": 4}, "rollout.row_counts", "on 64 batch shards", "mesh.data"),
     ({"rollout.row_counts": (32, 64)}, "rollout.row_counts", "hold 64 trajectories", "larger row count"),
@@ -332,6 +338,7 @@ def test_every_field_is_checked_or_free_on_purpose():
   free |= {"algorithm.value_bins", "algorithm.value_min", "algorithm.value_max"}  # of one head alone: a relation
   free |= {f"mesh.{axis}" for axis in ("data", "fsdp", "expert", "tensor", "context")}  # make_mesh, with the devices
   fields = {path for path, value, _ in config_tree.leaves(VALID) if not isinstance(value, bool)}
+  free |= {"evaluation.success_threshold"}  # returns may be anything
   free |= {"algorithm.whiten_advantages"}  # one name beside true and false
   of_tuples = {"model.lora.targets", "model.indexer_types", "sampler.window_buckets"}  # bounds of their entries
   assert fields - {*CHOICES, *BOUNDED} == free | of_tuples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -9,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 from toys import training_toy
+from toys.rollout_fakes import make_trajectory
 
-from sao_jax.evaluation import pinned
+from sao_jax.evaluation import heldout, pinned
 from sao_jax.evaluation.heldout import evaluate
 from sao_jax.interrupt import Interrupt, Interrupted
 from sao_jax.learner import placement, sampler_side, setup
 from sao_jax.report.metrics import read_metrics
+from sao_jax.sampler.requests import GenerateRequest
 from sao_jax.training import loop, phases
 
 
@@ -151,3 +154,46 @@ def test_one_evaluation_at_a_time_and_none_outlives_its_run(monkeypatch):
       evaluation.start(None, 8, 4)
     assert evaluation.version == 7 and evaluation.collect() is None
   assert seen == [7]
+
+
+def test_success_is_a_return_of_at_least_the_threshold(monkeypatch):
+  rewards = (0.25, 0.5, 0.75, 1.0)
+  episodes = [make_trajectory(number, reward=reward) for number, reward in enumerate(rewards)]
+  monkeypatch.setattr(heldout, "make_service", lambda *args, **options: contextlib.nullcontext())
+  monkeypatch.setattr(heldout, "run_episodes", lambda *args, **options: (episodes, []))
+  rate = lambda **settings: evaluate(training_toy.replace(make_config(), evaluation=settings), None, 0).success.rate
+  assert (rate(), rate(success_threshold=0.5), rate(success_threshold=-1.0)) == (0.25, 0.75, 1.0)
+
+
+def test_an_evaluation_in_the_rollouts_slots_is_the_one_of_an_engine_of_its_own(monkeypatch):
+  """Other turns of newer versions run in the same slots meanwhile; what it samples is the same, token for token."""
+  config = training_toy.replace(make_config(), evaluation={"prompts": 6, "sampler": "shared"})
+  learner = setup.make_learner(config)
+  publish = sampler_side.make_publisher(learner)
+  old, new = (publish(setup.init_policy_params(learner, seed)) for seed in (0, 1))
+  own = evaluate(config, old, 3)
+
+  with sampler_side.make_service(config, new, seed=5, version=8) as service:
+    service.publish(new, 9)
+    others = [
+      service.submit(GenerateRequest(service.new_session(), rollout_id, (1, 2, 3), max_tokens=24))
+      for rollout_id in range(2 * config.sampler.num_slots)
+    ]
+    shared = evaluate(config, old, 3, service=service)
+    assert {int(v) for other in others for v in other.result(60).policy_versions} == {9}
+  assert len(own.trajectories) == len(shared.trajectories) == 6
+  for a, b in zip(own.trajectories, shared.trajectories):
+    np.testing.assert_array_equal(a.token_ids, b.token_ids)
+    np.testing.assert_allclose(a.behavior_logprobs, b.behavior_logprobs, atol=1e-5)
+    assert set(b.policy_version[b.action_mask]) == {3}
+
+
+@pytest.mark.parametrize("sampler", ["own", "shared"])
+def test_the_setting_chooses_whose_slots_an_evaluation_takes(sampler, monkeypatch):
+  given, service = [], object()
+  monkeypatch.setattr(pinned, "evaluate", lambda *args, **options: given.append(options.get("service")))
+  config = training_toy.replace(make_config(), evaluation={"sampler": sampler})
+  with pinned.PinnedEvaluation(config, Interrupt(), last_version=4, service=service) as evaluation:
+    evaluation.start(None, 2, 3)
+    evaluation.collect(60)
+  assert given == [service if sampler == "shared" else None]

@@ -176,13 +176,13 @@ class Engine(FakeEngine):
     if self.where == where:
       raise self.error
 
-  def extend(self, extensions):
+  def extend(self, extensions, weights):
     self._break("extend")
-    return super().extend(extensions)
+    return super().extend(extensions, weights)
 
-  def decode(self, num_steps, lengths):
+  def decode(self, num_steps, lengths, weights):
     self._break("decode")
-    return super().decode(num_steps, lengths)
+    return super().decode(num_steps, lengths, weights)
 
   def publish(self, params, version):
     self._break("publish")

@@ -15,7 +15,7 @@ from sao_jax.sampler.prefill import Extension, PrefillCall, plan_calls
 def lying_extend(engine, extension):
   """`Engine.extend` without the host's check."""
   for call in plan_calls([extension], engine._lengths, engine._prefixes, engine._prefill_batches):
-    engine._extend(call)
+    engine._extend(call, engine._weights)
 
 
 def test_an_extension_beyond_the_cache_is_flagged_and_writes_nothing():  # L10

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 from toys.sampler_fakes import answer, drain, generate, make, request
 
 from sao_jax.errors import ConfigError
+from sao_jax.sampler.fixed_weights import Weights
 from sao_jax.sampler.scheduler import best_num_steps
 
 
@@ -159,8 +161,8 @@ def test_overflow_is_an_error():  # L10: the flag of the device reaches the host
   engine, scheduler = make()
   decode = engine.decode
 
-  def overflowing(num_steps, lengths):
-    dispatch = decode(num_steps, lengths)
+  def overflowing(num_steps, lengths, weights):
+    dispatch = decode(num_steps, lengths, weights)
     return dataclasses.replace(dispatch, arrays=(*dispatch.arrays[:3], np.ones(len(lengths), bool), None))
 
   engine.decode = overflowing
@@ -199,3 +201,20 @@ def test_the_time_of_slots_is_told_apart():
     [0, 0, 1, 2],
     [0, 0, 1, 2],
   ]
+
+
+def test_a_session_keeps_its_own_weights_in_dispatches_of_their_own_while_others_go_on_to_newer_ones():
+  for policy in ("keep", "reprefill"):
+    engine, scheduler = make(num_slots=4, decode_steps=2, kv_after_publish=policy)
+    pinned, results = Weights(None, 7, None), {}
+    for session in range(4):
+      weights = pinned if session % 2 else None
+      scheduler.submit(request(session, max_tokens=6, weights=weights), functools.partial(results.__setitem__, session))
+    scheduler.tick()
+    scheduler.publish(None, 1)
+    drain(scheduler)
+    assert [set(results[session].policy_versions) for session in range(4)] == [{0, 1}, {7}, {0, 1}, {7}]
+    assert results[1].token_ids.tolist() == answer([1, 2, 3], 1, 6, version=7)
+    decodes = [(slots, version) for kind, *rest in engine.log if kind == "decode" for _, slots, version in [rest]]
+    assert {slots for slots, version in decodes if version == 7} == {(1, 3)}
+    assert {slots for slots, version in decodes if version != 7} == {(0, 2)}

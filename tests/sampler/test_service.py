@@ -27,9 +27,9 @@ class SlowEngine(FakeEngine):
     self.gate = threading.Event()
     self.gate.set()
 
-  def decode(self, num_steps, lengths):
+  def decode(self, num_steps, lengths, weights):
     self.gate.wait(10)
-    return super().decode(num_steps, lengths)
+    return super().decode(num_steps, lengths, weights)
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ class FakeEngine:
     self.decode_batch = config.decode_batch
     self.routed_shape = (1, 3) if keep_experts else None
 
-  def extend(self, extensions: Sequence[Extension]) -> list[FakePrefill]:
+  def extend(self, extensions: Sequence[Extension], weights=None) -> list[FakePrefill]:
     assert len({extension.slot for extension in extensions}) == len(extensions)
     prefills = []
     for e in extensions:
@@ -91,10 +91,11 @@ class FakeEngine:
       prefills.append(FakePrefill([(e.slot, e.start, np.array(rows, np.int16).reshape(-1, 1, 3))]))
     return prefills if self.routed_shape else []
 
-  def decode(self, num_steps: int, lengths: Mapping[int, int]) -> FakeDispatch:
+  def decode(self, num_steps: int, lengths: Mapping[int, int], weights=None) -> FakeDispatch:
     if self.broken is not None:
       raise self.broken
     assert 1 <= num_steps <= self.config.decode_steps and 1 <= len(lengths) <= self.decode_batch
+    version = self.version if weights is None else weights.version
     shape = (self.config.decode_steps, len(lengths))
     tokens, emitted = np.zeros(shape, np.int32), np.zeros(shape, bool)
     experts = np.full((*shape, 1, 3), -1, np.int16)
@@ -103,16 +104,16 @@ class FakeEngine:
       assert not slot.active or len(slot.held) <= bound, "the attended window is too short"
       for step in range(num_steps):
         if slot.active:
-          experts[step, row] = len(slot.held), slot.pending, self.version
+          experts[step, row] = len(slot.held), slot.pending, version
           slot.held.append(slot.pending)
-          slot.pending = next_token(slot.held, slot.rollout_id, self.version)
+          slot.pending = next_token(slot.held, slot.rollout_id, version)
           tokens[step, row], emitted[step, row] = slot.pending, True
           slot.budget -= 1
           slot.active = slot.budget > 0 and slot.pending not in slot.stop_ids
-    self.log.append(("decode", num_steps, tuple(lengths), self.version))
+    self.log.append(("decode", num_steps, tuple(lengths), version))
     logprobs = np.where(emitted, -tokens / VOCAB, 0).astype(np.float32)
     arrays = (tokens, logprobs, emitted, np.zeros(shape[1], bool), experts if self.routed_shape else None)
-    return FakeDispatch(np.array(list(lengths), np.int32), self.version, arrays)
+    return FakeDispatch(np.array(list(lengths), np.int32), version, arrays)
 
   def check_params(self, params) -> None:
     del params

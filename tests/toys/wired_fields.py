@@ -257,6 +257,8 @@ FIELDS = {
   "evaluation.temperature": Field(0.5, at(EVALUATE, "run_episodes.temperature", "EpisodeRunner.temperature")),
   "evaluation.seed": Field(77, at((*RL, EVALUATE, SAMPLE), "heldout_prompts.seed") + at(EVALUATE, "Engine.seed")),
   "evaluation.confidence": Field(0.9, at(EVALUATE, "success.confidence")),
+  "evaluation.sampler": Field("shared", seen_by="tests/evaluation/test_heldout.py"),
+  "evaluation.success_threshold": Field(0.5, seen_by="tests/evaluation/test_heldout.py"),
   # Training.
   "training.steps": Field(
     15,

@@ -80,6 +80,7 @@ class TrajectoryBuffer:
     self._train_truncated, self._make_batch = train_truncated, make_batch
     self._required_experts, self._longest_context = required_experts, longest_context
     self._in_training: collections.deque[Usage] = collections.deque()  # one for every batch in training
+    self._gone: list[Finished] = []  # left the buffer, and not freed yet
     self._error: BaseException | None = None
     self._ended: BaseException | None = None
 
@@ -157,6 +158,7 @@ class TrajectoryBuffer:
       original = self.ledger.hand_out(batch_size)
 
     # Everything in proportion to tokens comes after the lock: the rollout side goes on.
+    self.free()
     try:
       used = [self._mask(trajectory, version) for trajectory in original]
       usage = self._use(used, version)
@@ -166,6 +168,12 @@ class TrajectoryBuffer:
     self._in_training.append(usage)
     return self._make_batch(used)
 
+  def free(self) -> None:
+    """Frees what has left; call it without the lock, since giving memory back takes time in proportion to tokens."""
+    with self.ledger.lock:
+      gone, self._gone = self._gone, []
+    del gone
+
   def batch_done(self, version: int) -> None:
     """The oldest batch in training is trained on, and the parameters that it led to are published as `version`."""
     with self.ledger.lock:
@@ -174,7 +182,7 @@ class TrajectoryBuffer:
       usage = self._in_training.popleft()
       self.statistics.used(usage)
       self._advance(version)
-      self.ledger.done(usage.outcomes)
+      self._gone += self.ledger.done(usage.outcomes)
 
   def set_version(self, version: int) -> None:
     """A new version was published without a batch (after a restore, for example)."""
@@ -272,6 +280,7 @@ class TrajectoryBuffer:
     return Outcome.DROPPED_STALE, f"older than {self._max_staleness} versions"
 
   def _count_dropped(self, dropped: Sequence[Finished]) -> None:
+    self._gone += dropped
     for finished in dropped:
       self.statistics.dropped(finished.num_sampled)
 

@@ -261,16 +261,16 @@ class Ledger:
         self._entries[rollout_id].place = Place.BUFFERED
       self._ready.extendleft(sorted({self._group(rollout_id) for rollout_id in batch}, reverse=True))
 
-  def done(self, outcomes: Mapping[tuple[Outcome, str], int]) -> None:
-    """Ends the oldest batch in training; `outcomes` says how many of it have which outcome, for which reason."""
+  def done(self, outcomes: Mapping[tuple[Outcome, str], int]) -> list[Finished]:
+    """Ends the oldest batch in training, and returns it; `outcomes` says how many have which outcome, and why."""
     with self.lock:
       if sum(outcomes.values()) != len(self._training[0]):
         raise RuntimeError(f"a batch of {len(self._training[0])} cannot have the outcomes {outcomes}")
-      for rollout_id in self._training.popleft():
-        del self._entries[rollout_id]
+      batch = [self._entries.pop(rollout_id).finished for rollout_id in self._training.popleft()]
       for (outcome, reason), count in outcomes.items():
         self._count(outcome, reason, count)
       self._left()
+      return batch
 
   # Saving and going on.
 

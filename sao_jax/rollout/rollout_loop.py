@@ -165,6 +165,7 @@ class RolloutLoop:
         self.buffer.set_version(version)
       if self._lockstep is not None:  # nothing is in flight, and under the lock nothing can start
         self._boundary = self._snapshot()
+    self.buffer.free()
     self._wake()
 
   def wait_until_idle(self, timeout: float | None = None) -> None:

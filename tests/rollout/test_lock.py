@@ -12,7 +12,7 @@ TOKEN_ARRAYS = ("token_ids", "action_mask", "behavior_logprobs", "policy_version
 
 
 class Watched(np.ndarray):
-  """An array that notes whenever it is read under a lock."""
+  """An array that notes whenever it is read, or freed, under a lock."""
 
   lock, touched = None, []
 
@@ -30,6 +30,9 @@ class Watched(np.ndarray):
   def __getitem__(self, index):
     self._note("getitem")
     return np.asarray(self)[index]
+
+  def __del__(self):
+    self._note("freed")
 
   def _note(self, what):
     if Watched.lock is not None and Watched.lock._is_owned():
@@ -74,12 +77,13 @@ def test_putting_taking_dropping_training_saving_and_restoring(staleness, watch)
     buffer.put(watched(number, version=version))
   buffer.take(2, 3)
   loop.on_version(4)
-  loop.on_version(5)
   loop.stats()
   state = loop.state_dict()
-  buffer.take(2, 5)
+  buffer.take(2, 4)
+  loop.on_version(5)
   loop.on_version(9)  # what is left grows too old
-  assert buffer.ledger.counters()["dropped_stale"] > 0 and not touched
+  counters = buffer.ledger.counters()
+  assert counters["dropped_stale"] > 0 and counters["trained"] + counters["masked"] == 4 and not touched
 
   again = make_loop(batch_size=2, admission_staleness=9, max_staleness=2, staleness=staleness)
   watch(again.buffer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 
 import jax
@@ -45,3 +46,17 @@ def test_imitation_leaves_the_biases_of_routers_alone(tmp_path, monkeypatch):
   )
   params = jax.device_get(sft.sft(config, tmp_path))
   assert not params["moe_layers"]["moe"]["correction_bias"].any()
+
+
+@dataclasses.dataclass(frozen=True)
+class PaidParity(training_toy.Parity):
+  """The toy environment, whose experts earn something in each of their two turns."""
+
+  def demonstration(self, prompt, tokenizer, rng):
+    return dataclasses.replace(super().demonstration(prompt, tokenizer, rng), turn_rewards=np.array([0.25, 0.75]))
+
+
+def test_rewards_per_turn_of_a_demonstration_stand_on_its_turns():
+  config = dataclasses.replace(training_toy.get_config(), environment=PaidParity())
+  for trajectory in sft.Demonstrations(config).batch():
+    assert trajectory.token_rewards.tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0.75] and trajectory.reward == 1.0

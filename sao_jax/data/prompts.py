@@ -6,12 +6,13 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
-
-import grain
+from typing import TYPE_CHECKING, Any
 
 from sao_jax.episode import Prompt
 from sao_jax.errors import ConfigError
+
+if TYPE_CHECKING:  # it imports jax, which takes a second: worker processes of environments do without
+  import grain
 
 HELDOUT_FRACTION = 0.1
 
@@ -37,6 +38,8 @@ class PromptIterator:
 
   def __init__(self, dataset: grain.MapDataset, description: dict[str, Any]):
     """Begins at the first prompt. `description` names the order (length, seed, ...), for `set_state` to compare."""
+    import grain
+
     # No worker threads: a source computes or reads one small prompt at a time, and a state names the next one exactly.
     self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
     self._description = description
@@ -105,6 +108,8 @@ def make_prompt_iterator(
   Raises:
     ConfigError: for an empty source, a shard that does not exist, or less than one epoch.
   """
+  import grain
+
   index, count = shard
   if not 0 <= index < count:
     raise ConfigError("shard", f"There is no shard {index} of {count}.", "Use 0 <= index < count.")

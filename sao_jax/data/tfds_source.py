@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow_datasets as tfds
 
 from sao_jax.episode import Prompt, PromptKey
 from sao_jax.errors import ConfigError
@@ -50,6 +49,8 @@ class TFDSPrompts(Sequence[Prompt]):
     Raises:
       ConfigError: when the data set, the split or a feature does not exist.
     """
+    import tensorflow_datasets as tfds  # here, as it imports jax
+
     # TFDS reports a wrong name, split or directory, and a file format without random access, by any of these errors.
     if data_dir is not None:
       data_dir = os.path.expanduser(data_dir)

@@ -53,8 +53,13 @@ class WrappedEpisode(Environment):
   """An episode that hands every call on to the inner one; subclasses change some of the calls."""
 
   def __init__(self, inner: Environment):
-    self.name, self.stop_ids = inner.name, inner.stop_ids
+    self.name = inner.name
     self._inner = inner
+
+  @property
+  def stop_ids(self) -> tuple[int, ...]:
+    """Those of the inner episode, which may know them only once it has begun."""
+    return self._inner.stop_ids
 
   async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
     return await self._inner.reset(prompt)

@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
-import json
+import functools
 import math
-import os
 import pickle
 import queue
-import select
-import signal
-import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,17 +22,17 @@ from typing import Any
 from sao_jax.episode import GraderFailure
 from sao_jax.errors import ConfigError
 from sao_jax.rewards import grader_worker
+from sao_jax.rewards.queueing import begin_waiting
 from sao_jax.rewards.scalar import check_reward
+from sao_jax.rewards.worker_process import WorkerLost, WorkerProcess
 
-START_TIMEOUT = 120.0  # seconds for a worker to import the modules that its grader needs
 MAX_ANSWER = 65536  # bytes
 
 
 class GraderPool:
   """Calls one grader in several processes; from any thread and event loop.
 
-  A worker starts when it is first needed, from a fresh interpreter (never a fork of this process, which has threads),
-  and again after it was killed. Its output is discarded, and it does not see the terminal's Ctrl-C.
+  A worker (see `WorkerProcess`) starts when it is first needed, and again after it was killed.
 
   >>> from sao_jax.rewards.exact_match import integer_match
   >>> pool = GraderPool(integer_match, processes=1, timeout=10.0)
@@ -62,7 +56,7 @@ class GraderPool:
       raise ConfigError("processes", f"{processes} workers grade nothing.", "Use at least 1.")
     if not 0.0 < timeout < math.inf:
       raise ConfigError("timeout", f"{timeout} s is no time-out.", "Use a finite number of seconds above 0.")
-    setup = pickle.dumps((sys.path, timeout, _pickled(grader)))
+    setup = pickle_setup(functools.partial(grader_worker.grade, grader), timeout, field="grader", function=grader)
     self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
     self._threads = [_WorkerThread(self._tasks, setup, timeout) for _ in range(processes)]
     self._finalizer = weakref.finalize(self, _close, self._tasks, self._threads)
@@ -70,11 +64,13 @@ class GraderPool:
   async def grade(self, environment: str, *arguments: Any) -> float:
     """Grades the arguments (any picklable values) in a worker; returns the grader's reward.
 
+    Until a worker takes it up, the call that asks is waiting for its turn, see `queueing`.
+
     Raises:
       GraderFailure: under the name `environment`, when the grader raised, returned anything but one finite number, took
         too long, or its process died. That is never a reward of 0.
     """
-    task = _Task(environment, pickle.dumps((environment, arguments)))
+    task = _Task(environment, pickle_request(environment, *arguments), begin_waiting())
     if not self._finalizer.alive:
       raise GraderFailure(environment, "the graders have been closed")
     self._tasks.put(task)
@@ -85,14 +81,25 @@ class GraderPool:
     self._finalizer()
 
 
-def _pickled(grader: Callable[..., Any]) -> bytes:
+def pickle_setup(called: Callable[..., Any], timeout: float | None, *, field: str, function: Any) -> bytes:
+  """Makes the first request of a worker, which will call `called` for at most `timeout` seconds a time.
+
+  Raises:
+    ConfigError: naming `field`, when `function`, what the user gave, cannot be sent to another process.
+  """
   remedy = "Define it at the top level of a module that can be imported, and pass data as arguments."
-  if getattr(grader, "__module__", None) == "__main__":
-    raise ConfigError("grader", f"{grader!r:.80} lives in the main program, which workers do not import.", remedy)
+  module = getattr(function, "__module__", None)
+  if module == "__main__":
+    raise ConfigError(field, f"{function!r:.80} lives in the main program, which workers do not import.", remedy)
   try:
-    return pickle.dumps(grader)
+    return pickle.dumps((sys.path, timeout, pickle.dumps(called)))
   except Exception as error:  # what __reduce__ may raise is anything
-    raise ConfigError("grader", f"{grader!r:.80} cannot be sent to a process: {error}", remedy) from error
+    raise ConfigError(field, f"{function!r:.80} cannot be sent to a process: {error}", remedy) from error
+
+
+def pickle_request(*arguments: Any) -> bytes:
+  """Makes any other request of a worker: the arguments of a call."""
+  return pickle.dumps(arguments)
 
 
 def _close(tasks: queue.SimpleQueue[_Task | None], threads: list[_WorkerThread]) -> None:
@@ -106,11 +113,8 @@ def _close(tasks: queue.SimpleQueue[_Task | None], threads: list[_WorkerThread])
 class _Task:
   environment: str
   request: bytes
+  begins: Callable[[], None]  # says that the task has waited for its turn until now
   future: concurrent.futures.Future[float] = dataclasses.field(default_factory=concurrent.futures.Future)
-
-
-class _Lost(Exception):
-  """The worker is of no use any more, for the reason in the message."""
 
 
 class _WorkerThread:
@@ -119,15 +123,14 @@ class _WorkerThread:
   def __init__(self, tasks: queue.SimpleQueue[_Task | None], setup: bytes, timeout: float):
     self.closed = False
     self._tasks, self._setup, self._timeout = tasks, setup, timeout
-    self._process: subprocess.Popen | None = None
+    self._process: WorkerProcess | None = None
     threading.Thread(target=self._run, name="grader", daemon=True).start()
 
   def kill(self) -> None:
     """Ends the worker and all processes that it started; from any thread."""
     process = self._process
     if process is not None:
-      with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+      process.kill()
 
   def _run(self) -> None:
     while (task := self._tasks.get()) is not None:
@@ -137,18 +140,20 @@ class _WorkerThread:
         task.future.set_result(self._grade(task))
       except BaseException as error:
         task.future.set_exception(error)
+      task.begins()  # if it never did
     self._drop()
 
   def _grade(self, task: _Task) -> float:
     try:
       if self._process is None or self._process.poll() is not None:
         self._restart()
+      task.begins()
       try:
-        reward, problem = self._exchange(task.request, self._timeout)
+        reward, problem = self._process.exchange(task.request, self._timeout)
       except BrokenPipeError:  # the worker was killed from outside while it was idle, and has read nothing
         self._restart()
-        reward, problem = self._exchange(task.request, self._timeout)
-    except (_Lost, OSError) as error:
+        reward, problem = self._process.exchange(task.request, self._timeout)
+    except (WorkerLost, OSError) as error:
       self._drop()
       raise GraderFailure(task.environment, f"the grader {error}") from None
     if problem is not None:
@@ -158,50 +163,13 @@ class _WorkerThread:
   def _restart(self) -> None:
     self._drop()
     if self.closed:
-      raise _Lost("has been closed")
-    self._process = subprocess.Popen(
-      [sys.executable, "-P", grader_worker.__file__],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      start_new_session=True,  # out of reach of the terminal's Ctrl-C, and a group of its own to kill
-    )
+      raise WorkerLost("has been closed")
+    self._process = WorkerProcess(MAX_ANSWER)
     if self.closed:  # perhaps just now, when there was nothing to kill yet
       self.kill()
-    _, problem = self._exchange(self._setup, START_TIMEOUT)
-    if problem is not None:
-      raise _Lost(f"could not be loaded: {problem}")
-
-  def _exchange(self, request: bytes, timeout: float) -> tuple[Any, str | None]:
-    """Sends a request and waits for its answer: (reward, None) or (None, problem)."""
-    process, answer, deadline = self._process, b"", time.monotonic() + timeout
-    process.stdin.write(grader_worker.LENGTH.pack(len(request)) + request)
-    process.stdin.flush()
-
-    # An answer is one line. Until it is whole, the worker may be late, be gone, or write too much.
-    poll = select.poll()
-    poll.register(process.stdout, select.POLLIN)
-    while not answer.endswith(b"\n"):
-      if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
-        raise _Lost(f"took longer than {timeout:g} s and was killed")
-      piece = os.read(process.stdout.fileno(), MAX_ANSWER)
-      answer += piece
-      if not piece or len(answer) > MAX_ANSWER:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-          process.wait(1.0)
-        raise _Lost(f"died, exit status {process.returncode}")
-
-    # The line comes from a process that runs a policy's text: it is parsed, never unpickled.
-    try:
-      reward, problem = json.loads(answer)
-    except (TypeError, ValueError) as error:
-      raise _Lost(f"answered {answer[:80]!r}") from error
-    return reward, problem
+    self._process.set_up(self._setup)
 
   def _drop(self) -> None:
     if self._process is not None:
-      self.kill()
-      self._process.wait()
-      with contextlib.suppress(OSError):  # from a request that it never read
-        self._process.stdin.close()
-      self._process.stdout.close()
+      self._process.drop()
       self._process = None

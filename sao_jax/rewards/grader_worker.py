@@ -1,4 +1,4 @@
-"""One worker process of a `GraderPool`: a script that reads requests, grades, and answers, until its parent has gone.
+"""A `WorkerProcess`, as a script: reads requests, calls one function, and answers, until its parent has gone.
 
 Requests are pickled by the parent and framed by their length. Answers are lines of JSON, which the parent never
 unpickles: the code that makes them has read text of a policy.
@@ -31,17 +31,24 @@ def main() -> None:
   waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
   threading.Thread(target=_read, args=(requests, waiting), daemon=True).start()
 
-  # The first request is the set-up; all others are to be graded.
+  # The first request is the set-up; all others are arguments.
   sys.path[:], timeout, pickled = pickle.loads(waiting.get())
-  grader, problem = _attempt(pickle.loads, pickled)
+  function, problem = _attempt(pickle.loads, pickled)
   _answer(replies, None, problem)
-  while grader is not None:
-    environment, arguments = pickle.loads(waiting.get())
-    # A grader that spins without ever freeing the interpreter's lock must not outlive a killed parent.
-    signal.setitimer(signal.ITIMER_REAL, timeout + GRACE)
-    reward, problem = _attempt(_grade, grader, environment, arguments)
+  while function is not None:
+    arguments = pickle.loads(waiting.get())
+    # A function that spins without ever freeing the interpreter's lock must not outlive a killed parent.
+    signal.setitimer(signal.ITIMER_REAL, 0.0 if timeout is None else timeout + GRACE)
+    text, problem = _attempt(_call, function, arguments)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
-    _answer(replies, reward, problem)
+    _answer(replies, text, problem)
+
+
+def grade(grader: Callable[..., Any], environment: str, *arguments: Any) -> float:
+  """Calls a grader; its reward is checked here, where it was made."""
+  from sao_jax.rewards.scalar import check_reward  # the path to it comes from the parent
+
+  return check_reward(grader(*arguments), environment)
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
@@ -59,24 +66,22 @@ def _read(requests: BinaryIO, waiting: queue.SimpleQueue[bytes]) -> None:
   os._exit(0)  # the parent has gone, whatever the grader is doing
 
 
-def _grade(grader: Callable[..., Any], environment: str, arguments: tuple[Any, ...]) -> float:
-  from sao_jax.rewards.scalar import check_reward  # the path to it comes from the parent
-
-  return check_reward(grader(*arguments), environment)
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+  return json.dumps(function(*arguments))
 
 
 def _attempt(call: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
   """Calls a function; returns (result, None) or (None, problem)."""
   try:
     return call(*arguments), None
-  except BaseException as error:  # a grader may do anything, even try to leave the interpreter
+  except BaseException as error:  # the function may do anything, even try to leave the interpreter
     known = getattr(error, "problem", None)  # of a GraderFailure
     problem = known if isinstance(known, str) else "".join(traceback.format_exception_only(error)).strip()
     return None, problem[:MAX_PROBLEM]
 
 
-def _answer(replies: BinaryIO, reward: float | None, problem: str | None) -> None:
-  replies.write(json.dumps([reward, problem]).encode("ascii") + b"\n")
+def _answer(replies: BinaryIO, text: str | None, problem: str | None) -> None:
+  replies.write(f"[{text or 'null'}, {json.dumps(problem)}]\n".encode("ascii"))
   replies.flush()
 
 

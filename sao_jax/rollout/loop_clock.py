@@ -16,6 +16,8 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from typing import Any, TypeVar
 
+from sao_jax.rewards.queueing import METER, QueueMeter
+
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -136,15 +138,16 @@ class Call:
   def __init__(self, name: str, clock: LoopClock):
     self.name, self.held = name, 0.0
     self._clock, self._began, self._stalled = clock, clock.time(), clock.stalled
+    self._queue = QueueMeter()
 
   @property
   def served(self) -> float:
-    """Seconds since the call began in which the loop was free."""
-    return self._wall - (self._clock.stalled - self._stalled)
+    """Seconds since the call began in which the loop was free, and the call not waiting for its turn at a pool."""
+    return max(0.0, self._wall - (self._clock.stalled - self._stalled) - self._queue.seconds)
 
   @property
   def elapsed(self) -> float:
-    """Seconds that are charged to the call: those in which the loop was free, and those in which it held it."""
+    """Seconds that are charged to the call: those that served it, and those in which it held the loop."""
     return min(self._wall, self.served + self.held)
 
   @property
@@ -164,6 +167,7 @@ class Call:
   async def run(self, function: Callable[[], Awaitable[T]]) -> T:
     """Awaits what `function` returns, and times every stretch of it; for a task of its own."""
     _current.set(self)
+    METER.set(self._queue)
     return await _Stretches(_awaited(function), self)
 
 

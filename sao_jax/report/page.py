@@ -19,14 +19,14 @@ from sao_jax.errors import ConfigError
 from sao_jax.report.curves import PANELS, figure
 from sao_jax.report.line_file import LineFile
 from sao_jax.report.metrics import metric_lines, to_json, valid_lines
-from sao_jax.report.thinning import thinned
+from sao_jax.report.thinning import ALARMS, thinned
 
 EPISODES_FILE = "episodes.jsonl"
 REPORT_DIRECTORY = "report"
 TEMPLATE = pathlib.Path(__file__).with_name("report.html")
 
 # All that a report reads of a metric line.
-DRAWN = {"step", "policy_version", "lag_mean", "heldout_low", "heldout_high", "sampler_waiting_fraction"}
+DRAWN = {"step", "policy_version", "lag_mean", "heldout_low", "heldout_high", "sampler_waiting_fraction", ALARMS}
 DRAWN |= {name for panel in PANELS for name in panel.needs}
 
 # Control characters would be invisible (or break the layout): U+2400 shows a picture of each.
@@ -144,7 +144,7 @@ def _page(
   return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
     name=config.get("name") or workdir.resolve().name,
     facts=_facts(lines),
-    alarms=[(line["step"], text) for line in lines for text in line.get("alarms") or ()],
+    alarms=_alarms(lines),
     panels=[(panel, base64.b64encode(images[panel.name]).decode("ascii")) for panel in PANELS],
     episodes=episodes,
     config=json.dumps(config, indent=2) if config else "",
@@ -173,6 +173,11 @@ def _facts(lines: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
     if values := _values(lines, key):
       facts.append((label, form.format(statistics.fmean(values)), "mean over steps"))
   return facts
+
+
+def _alarms(lines: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
+  """Lists what the health rules said, with the steps at which they began to."""
+  return [(line["step"], text) for line in lines for text in line.get(ALARMS) or ()]
 
 
 def _values(lines: Sequence[dict[str, Any]], key: str) -> list[float]:

@@ -8,6 +8,7 @@ from typing import Any
 Line = dict[str, Any]
 
 POINTS = 4096  # lines of steps that are kept at most, several times the width of a figure in pixels
+ALARMS = "alarms"  # of a step: what the health rules said
 LAST = ("step", "phase", "policy_version")  # of a merged line these are the last ones
 
 
@@ -15,14 +16,14 @@ def thinned(lines: Iterable[Line], names: Collection[str], points: int = POINTS)
   """Reads `lines` one by one, and keeps of each what `names` lists, in order of the steps.
 
   Beyond `points` lines, equally many neighbours are merged into each: numbers into their mean, histograms into their
-  sum. Lines of evaluations stay as they are.
+  sum. Lines of evaluations and those with alarms, which are few, stay as they are.
   """
-  kept, evaluations, pending, width = [], [], [], 1
+  kept, whole_lines, pending, width = [], [], [], 1
   wanted = {*names, "step"}
-  for whole in lines:
-    line = {name: value for name, value in whole.items() if name in wanted}
-    if "heldout_success" in line:
-      evaluations.append(line)
+  for full in lines:
+    line = {name: value for name, value in full.items() if name in wanted}
+    if "heldout_success" in line or line.get(ALARMS):
+      whole_lines.append(line)
       continue
 
     # A window is full: it becomes one line; too many lines: their windows become twice as wide.
@@ -36,7 +37,7 @@ def thinned(lines: Iterable[Line], names: Collection[str], points: int = POINTS)
 
   if pending:
     kept.append(merged(pending))
-  return sorted([*kept, *evaluations], key=lambda line: line["step"])
+  return sorted([*kept, *whole_lines], key=lambda line: line["step"])
 
 
 def merged(lines: Sequence[Line]) -> Line:

@@ -9,7 +9,7 @@ import pytest
 
 from sao_jax.report.curves import PANELS, figure
 from sao_jax.report.metrics import METRICS_FILE, drop_lines_after, evaluated_versions, metric_lines
-from sao_jax.report.page import DRAWN, _facts
+from sao_jax.report.page import DRAWN, _alarms, _facts
 from sao_jax.report.thinning import thinned
 
 MEGABYTE = 2**20
@@ -101,8 +101,16 @@ class Read(dict):
 
 
 def test_everything_that_is_drawn_is_kept():
-  line = Read(dict.fromkeys(DRAWN, 0.5) | {"lag_histogram": [1, 2], "step": 1, "policy_version": 1})
+  line = Read(dict.fromkeys(DRAWN, 0.5) | {"lag_histogram": [1, 2], "step": 1, "policy_version": 1, "alarms": []})
   for panel in PANELS:
     figure(panel, [line, line])
   _facts([line, line])
+  _alarms([line, line])
   assert line.names == DRAWN
+
+
+def test_alarms_keep_their_steps_however_long_the_run():
+  lines = [{"step": step, "reward_mean": 0.5} for step in range(1, 2001)]
+  lines[776]["alarms"] = ["a", "b"]
+  kept = thinned(lines, {"reward_mean", "alarms"}, points=16)
+  assert len(kept) < 32 and [line["step"] for line in kept if "alarms" in line] == [777]

@@ -32,16 +32,18 @@ def main(config: RunConfig, workdir: str) -> None:
     params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
     result = heldout.evaluate(config, sampler_side.make_publisher(learner)(params), version, stop)
 
-  logging.info("%s, version %d: held-out success %s", phase, version, result.success)
+  logging.info("%s, version %d: held-out success %s", phase, version, result)
   record = {"phase": phase, "policy_version": version} | _origin(config, workdir, phase) | result.metrics()
   path = pathlib.Path(workdir) / f"evaluation_{phase}.json"
   path.write_text(json.dumps(metrics.to_json(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
   # No result is no success, for a script that goes on with it: status 1.
   if not result.success.trials:
+    skipped = f"each of the {result.skipped} prompts was skipped; the log says why. Mend the prompts"
     failed = f"each of the {result.ungraded} episodes failed; the log says why. Mend the environment"
     empty = "the held-out split has no prompts. Give the environment some"
-    raise SystemExit(f"error: nothing could be graded: {failed if result.ungraded else empty}, and evaluate again.")
+    reason = failed if result.ungraded else skipped if result.skipped else empty
+    raise SystemExit(f"error: nothing could be graded: {reason}, and evaluate again.")
 
 
 def _origin(config: RunConfig, workdir: str, phase: str) -> dict[str, Any]:

@@ -51,6 +51,8 @@ def main(config: RunConfig, workdir: str) -> None:
       config, service, [prompts[_PROMPT.value]], temperature=_TEMPERATURE.value, interrupt=stop
     )
   if failures:
+    if isinstance(failures[0], ConfigError):  # the prompt cannot be attempted
+      raise failures[0]
     raise ConfigError("environment", f"the episode has no outcome: {failures[0]}", "mend the environment, or try again")
 
   # Every segment with its kind in front; sampled text is bold.

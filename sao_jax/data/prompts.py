@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sao_jax.episode import Prompt
+from sao_jax.episode import BadPrompt, Prompt
 from sao_jax.errors import ConfigError
 
 if TYPE_CHECKING:  # it imports jax, which takes a second: worker processes of environments do without
@@ -33,8 +33,27 @@ def check_split(split: str) -> str:
   return split
 
 
+class _Items(Sequence):
+  """The items of a source; for one that is damaged, the error that says so, since a pipeline ends at an exception."""
+
+  def __init__(self, source: Sequence[Prompt]):
+    self._source = source
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, index: int) -> Prompt | BadPrompt:
+    try:
+      return self._source[index]
+    except BadPrompt as problem:
+      return problem
+
+
 class PromptIterator:
-  """Prompts in the pipeline's order; `get_state` is JSON and restores the exact position."""
+  """Prompts in the pipeline's order; `get_state` is JSON and restores the exact position.
+
+  A `BadPrompt` that the source raises is raised here, too, and the next call goes on behind that item.
+  """
 
   def __init__(self, dataset: grain.MapDataset, description: dict[str, Any]):
     """Begins at the first prompt. `description` names the order (length, seed, ...), for `set_state` to compare."""
@@ -48,7 +67,10 @@ class PromptIterator:
     return self
 
   def __next__(self) -> Prompt:
-    return next(self._iterator)
+    item = next(self._iterator)
+    if isinstance(item, BadPrompt):
+      raise item
+    return item
 
   def get_state(self) -> dict[str, Any]:
     """Returns the position for `set_state`, in JSON types."""
@@ -99,7 +121,7 @@ def make_prompt_iterator(
   True
 
   Args:
-    source: random access (`len`, `[index]`) to prompts of epoch 0.
+    source: random access (`len`, `[index]`) to prompts of epoch 0; may raise BadPrompt for an item that is damaged.
     seed: seed of the shuffle.
     shuffle: False keeps the source's order.
     epochs: passes over the source; None: endless.
@@ -121,11 +143,13 @@ def make_prompt_iterator(
   # The key of a prompt holds its epoch, so the same prompt has another name in every pass.
   length = len(source)
 
-  def with_epoch(position: int, prompt: Prompt) -> Prompt:
+  def with_epoch(position: int, prompt: Prompt | BadPrompt) -> Prompt | BadPrompt:
+    if isinstance(prompt, BadPrompt):
+      return prompt
     return dataclasses.replace(prompt, key=prompt.key._replace(epoch=position // length))
 
   # Cut the order into shards last: all hosts agree on the global order.
-  dataset = grain.MapDataset.source(source).seed(seed)
+  dataset = grain.MapDataset.source(_Items(source)).seed(seed)
   if shuffle:
     dataset = dataset.shuffle()
   dataset = dataset.repeat(epochs).map_with_index(with_epoch)[index::count]

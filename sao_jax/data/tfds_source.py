@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sao_jax.episode import Prompt, PromptKey
+from sao_jax.episode import BadPrompt, Prompt, PromptKey
 from sao_jax.errors import ConfigError
 
 
@@ -93,14 +93,15 @@ def json_value(value: Any) -> Any:
   """Converts a feature to JSON types: bytes become text, NumPy scalars and arrays become numbers and lists.
 
   Raises:
-    ConfigError: for features that no prompt can hold (invalid UTF-8).
+    BadPrompt: for features that no prompt can hold (invalid UTF-8).
   """
   if isinstance(value, bytes):
     try:
       return value.decode("utf-8")
     except UnicodeDecodeError as error:
-      raise ConfigError(
-        "fields", "A feature holds bytes that are not UTF-8 text.", "Map only text or numbers."
+      raise BadPrompt(
+        *("fields", "A feature holds bytes that are not UTF-8 text.", "Map only text or numbers."),
+        reason="prompt_not_text",
       ) from error
   if isinstance(value, np.generic | np.ndarray):
     return json_value(value.tolist())

@@ -16,7 +16,7 @@ from absl import logging
 from sao_jax.config import RunConfig
 from sao_jax.episode import Prompt
 from sao_jax.errors import ConfigError
-from sao_jax.evaluation.fixed_policy import run_episodes
+from sao_jax.evaluation.fixed_policy import read_prompts, run_episodes
 from sao_jax.interrupt import Interrupt, Interrupted
 from sao_jax.learner.batches import packed_batch
 from sao_jax.learner.setup import Learner
@@ -118,7 +118,7 @@ def _prompts(config: RunConfig, count: int) -> list[Prompt]:
   source = environment.prompts(tokenizer, "heldout", config.evaluation.seed)
   if not len(source):
     source = environment.prompts(tokenizer, "train", config.training.seed)
-  return [source[index] for index in range(min(count, len(source)))]
+  return read_prompts(source, count)[0]
 
 
 def compare(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch, tolerance: float) -> float:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable, Sequence
 
 from absl import logging
 
 from sao_jax.config import RunConfig
-from sao_jax.episode import EnvironmentFailure, Prompt, Trajectory
+from sao_jax.episode import BadPrompt, EnvironmentFailure, Prompt, Trajectory
 from sao_jax.evaluation.event_loop import run_in_background
 from sao_jax.interrupt import StopSignal
 from sao_jax.rollout.calls import call_environment, failures_of, make_environment
 from sao_jax.rollout.entries import Rollout
 from sao_jax.rollout.loop_clock import LoopClock
 from sao_jax.rollout.outages import Outages
-from sao_jax.rollout.outcomes import BadEvidence, PromptTooLong, RolloutSilent
+from sao_jax.rollout.outcomes import BadEvidence, EnvironmentDown, PromptEmpty, PromptTooLong, RolloutSilent
+from sao_jax.rollout.prompt_stream import check_prompt
 from sao_jax.rollout.run_episode import EpisodeLimits
 from sao_jax.rollout.runner import EpisodeRunner
 from sao_jax.rollout.watchdog import Activity, describe_tasks
@@ -45,8 +47,9 @@ def run_episodes(
 
   Returns:
     The trajectories in the order of the prompts, and what went wrong with the others: failures of environments that
-    outlasted `rollout.environment_retries`, or evidence that cannot be trusted. Those prompts have no outcome, which is
-    not the same as reward 0.
+    outlasted `rollout.environment_retries`, an outage that outlasted `rollout.outage_seconds`, evidence that cannot be
+    trusted, or a prompt that nobody can attempt (a `BadPrompt`). Those prompts have no outcome, which is not the same
+    as reward 0.
 
   Raises:
     Interrupted: the process was asked to stop.
@@ -79,6 +82,15 @@ async def _run_all(
 ) -> tuple[list[Trajectory], list[Exception]]:
   """Runs all episodes in one event loop; returns trajectories and failures, see `run_episodes`."""
   tokenizer = config.environment.tokenizer()
+  tasks: dict[asyncio.Task, Rollout] = {}
+  down: dict[str, EnvironmentDown] = {}  # environments that were given up
+
+  def give_up(error: EnvironmentDown) -> None:
+    for task, rollout in tasks.items() if error.environment not in down else ():
+      if rollout.prompt.key.environment == error.environment and task is not asyncio.current_task():
+        task.cancel()
+    down[error.environment] = error
+
   runner = EpisodeRunner(
     lambda: config.environment.make(tokenizer),
     service,
@@ -86,7 +98,7 @@ async def _run_all(
     temperature=temperature,
     timeout=config.rollout.environment_timeout,
     retries=config.rollout.environment_retries,
-    outages=Outages(config.rollout.outage_seconds),
+    outages=Outages(config.rollout.outage_seconds, stop=give_up),
     on_activity=activity.note,
   )
 
@@ -94,25 +106,46 @@ async def _run_all(
   free_slots = asyncio.Semaphore(config.sampler.num_slots)
 
   async def run_one(rollout: Rollout) -> Trajectory | Exception:
-    async with free_slots:
-      try:
+    try:
+      async with free_slots:
         return await runner.run(rollout)
-      except (EnvironmentFailure, BadEvidence) as failure:
-        logging.error("the episode of prompt %s has no outcome: %s", tuple(rollout.prompt.key), failure)
-        return failure
+    except (EnvironmentFailure, BadEvidence, BadPrompt) as failure:
+      logging.error("the episode of prompt %s has no outcome: %s", tuple(rollout.prompt.key), failure)
+      return failure
+    except asyncio.CancelledError:
+      if rollout.prompt.key.environment not in down:
+        raise
+      return down[rollout.prompt.key.environment]
 
   # Results come in the order of the prompts, whichever episode ends first.
-  rollouts = [Rollout(number, prompt) for number, prompt in enumerate(prompts, first_rollout_id)]
-  results = await asyncio.gather(*(run_one(rollout) for rollout in rollouts))
+  for number, prompt in enumerate(prompts, first_rollout_id):
+    rollout = Rollout(number, prompt)
+    tasks[asyncio.create_task(run_one(rollout), name=f"rollout {number}")] = rollout
+  results = await asyncio.gather(*tasks)
   trajectories = [result for result in results if isinstance(result, Trajectory)]
   return trajectories, [result for result in results if not isinstance(result, Trajectory)]
 
 
+def read_prompts(source: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[BadPrompt]]:
+  """Reads the first items of a source, at most `count`; returns the prompts, and the errors of items that are none."""
+  prompts, problems = [], []
+  for index in itertools.islice(range(len(source)), count):
+    try:
+      prompts.append(source[index])
+    except BadPrompt as problem:
+      logging.warning("an item is skipped: %s; %s.", problem.problem, problem.remedy)
+      problems.append(problem)
+  return prompts, problems
+
+
 def check_prompts(config: RunConfig) -> None:
-  """Refuses, before any work, an environment whose prompts leave no room to answer; looks at the first few.
+  """Refuses, before any work, an environment none of whose prompts can be attempted; looks at the first few.
+
+  One that is too long, empty or damaged is skipped by the run, and said here. Data that no checkpoint could hold is the
+  same in all prompts as a rule, so one of those is enough.
 
   Raises:
-    PromptTooLong: names the prompt's length, the context and the remedy.
+    BadPrompt: names what is wrong with the prompts, and the remedy.
   """
   tokenizer = config.environment.tokenizer()
 
@@ -129,16 +162,27 @@ def check_prompts(config: RunConfig) -> None:
 
   async def check(split: str, seed: int) -> None:
     clock = LoopClock().start()
-    source = config.environment.prompts(tokenizer, split, seed)
-    for index in range(min(CHECKED_PROMPTS, len(source))):
-      prompt = source[index]
+    prompts, bad = read_prompts(config.environment.prompts(tokenizer, split, seed), CHECKED_PROMPTS)
+    looked_at = len(prompts) + len(bad)
+    for prompt in prompts:
+      check_prompt(prompt)
+      name = str(tuple(prompt.key))
       try:
         length = await read(prompt, clock)
+        if not length:
+          raise PromptEmpty(prompt.key.environment, name)
+        if length >= config.sampler.context_length:
+          raise PromptTooLong(length, config.sampler.context_length, name)
+      except BadPrompt as problem:
+        bad.append(problem)
       except EnvironmentFailure as failure:  # the run itself retries, counts and in the end reports failures
-        logging.warning("prompt %s could not be checked: %s", tuple(prompt.key), failure)
-        continue
-      if length >= config.sampler.context_length:
-        raise PromptTooLong(length, config.sampler.context_length, str(tuple(prompt.key)))
+        logging.warning("prompt %s could not be checked: %s", name, failure)
+
+    if bad and len(bad) == looked_at:
+      raise bad[0]
+    if bad:
+      said = "%d of the first %d %s prompts will be skipped, one because %s; %s."
+      logging.warning(said, len(bad), looked_at, split, bad[0].problem, bad[0].remedy)
 
   run_in_background(check("train", config.training.seed))
   run_in_background(check("heldout", config.evaluation.seed))

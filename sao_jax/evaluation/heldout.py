@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 
 import numpy as np
 from absl import logging
 
 from sao_jax.config import RunConfig
-from sao_jax.episode import Trajectory
-from sao_jax.evaluation.fixed_policy import run_episodes
+from sao_jax.episode import BadPrompt, Trajectory
+from sao_jax.evaluation.fixed_policy import read_prompts, run_episodes
 from sao_jax.interrupt import StopSignal
 from sao_jax.learner.sampler_side import make_service
 from sao_jax.report.success_rate import Success, success
@@ -31,6 +30,7 @@ class Evaluation:
     ungraded: number of prompts whose environment failed; they enter no statistic.
     policy_version: the version that sampled every token.
     trajectories: the episodes.
+    skipped: number of prompts that nobody can attempt: too long, empty or damaged; they enter no statistic, either.
   """
 
   success: Success
@@ -39,6 +39,11 @@ class Evaluation:
   ungraded: int
   policy_version: int
   trajectories: list[Trajectory]
+  skipped: int = 0
+
+  def __str__(self) -> str:
+    left_out = ((self.ungraded, "could not be graded"), (self.skipped, "skipped"))
+    return ", ".join([str(self.success), *(f"{count} prompts {what}" for count, what in left_out if count)])
 
   def metrics(self) -> dict[str, float]:
     """Returns the numbers for the metrics file."""
@@ -50,6 +55,7 @@ class Evaluation:
       "heldout_reward": self.mean_reward,
       "heldout_response_length": self.mean_sampled,
       "heldout_ungraded": self.ungraded,
+      "heldout_skipped": self.skipped,
     }
 
 
@@ -84,7 +90,7 @@ def evaluate(
     logging.warning(
       "The held-out split has %d prompts, not evaluation.prompts=%d: each is used once.", len(source), settings.prompts
     )
-  prompts = list(itertools.islice((source[index] for index in range(len(source))), settings.prompts))
+  prompts, damaged = read_prompts(source, settings.prompts)
 
   # Every token must be a sample of this one version.
   with contextlib.ExitStack() as stack:
@@ -99,13 +105,15 @@ def evaluate(
   if versions - {version}:
     raise AssertionError(f"an evaluation of version {version} sampled tokens with versions {sorted(versions)}")
 
-  # Failures of the environment are counted, not graded.
+  # Failures of the environment, and prompts that nobody can attempt, are counted, not graded.
+  skipped = sum(isinstance(failure, BadPrompt) for failure in failures)
   rewards = [trajectory.reward for trajectory in trajectories]
   return Evaluation(
     success=success(sum(reward >= settings.success_threshold for reward in rewards), len(rewards), settings.confidence),
     mean_reward=float(np.mean(rewards)) if rewards else float("nan"),
     mean_sampled=float(np.mean([t.num_sampled for t in trajectories])) if trajectories else float("nan"),
-    ungraded=len(failures),
+    ungraded=len(failures) - skipped,
     policy_version=version,
     trajectories=trajectories,
+    skipped=skipped + len(damaged),
   )

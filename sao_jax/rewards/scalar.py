@@ -6,6 +6,8 @@ import math
 import numbers
 from typing import Any
 
+LARGEST = 1e15  # of a reward: critics square the errors of their sums in fp32, which ends at 3.4e38
+
 
 def check_reward(reward: Any, environment: str) -> float:
   """Returns the reward as a Python float.
@@ -13,7 +15,8 @@ def check_reward(reward: Any, environment: str) -> float:
   Accepts Python and NumPy real numbers and zero-dimensional NumPy arrays of them.
 
   Raises:
-    GraderFailure: for None, NaN, infinities, booleans, strings, complex numbers, sequences and arrays.
+    GraderFailure: for None, NaN, infinities, numbers that fp32 cannot square, booleans, strings, complex numbers,
+      sequences and arrays.
   """
   if getattr(reward, "shape", None) == () and hasattr(reward, "item"):
     reward = reward.item()
@@ -25,6 +28,8 @@ def check_reward(reward: Any, environment: str) -> float:
     value = math.inf
   if not math.isfinite(value):
     raise _failure(environment, f"got {value}")
+  if abs(value) > LARGEST:
+    raise _failure(environment, f"of at most {LARGEST:g}, got {value}")
   return value
 
 

@@ -114,9 +114,14 @@ class NothingButBadEvidence(RuntimeError):
 
 
 class EnvironmentDown(RuntimeError):
-  """One environment did nothing but fail for `rollout.outage_seconds`; the last failure is the cause."""
+  """One environment did nothing but fail for `rollout.outage_seconds`; the last failure is the cause.
+
+  Attributes:
+    environment: its name.
+  """
 
   def __init__(self, environment: str, seconds: float, failures: int, last: BaseException):
+    self.environment = environment
     attempts = f"all {failures} attempts" if failures > 1 else "the only attempt"
     super().__init__(
       f"environment {environment!r}: {attempts} in {seconds:.3g} s failed (rollout.outage_seconds), the last one "

@@ -216,10 +216,10 @@ def test_bad_evidence_is_not_the_environments_failure(virtual_time):
   sampler = FakeSampler(delay=lambda rollout_id: 60.0, reply=reply)
   loop = make_loop(lambda: FakeEnvironment(turns=1), sampler, outage_seconds=1.0, admission_staleness=1000)
   with Running(loop):
-    while not virtual_time or virtual_time[-1].now < 3600.0:
+    while not virtual_time or virtual_time[-1].now < 1800.0:
       time.sleep(0.001)
     stats = loop.stats()
-  assert loop.error is None and stats["filtered"] > 300 and stats["generated"] >= 3
+  assert loop.error is None and stats["filtered"] > 150 and stats["generated"] >= 1
 
 
 def test_a_deterministic_run_outlasts_an_outage_too(virtual_time):

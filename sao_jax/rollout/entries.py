@@ -1,4 +1,4 @@
-"""What the ledger holds of a rollout: the attempt at a prompt, and from its end on the result."""
+"""Entries of the ledger: the attempt at a prompt, and from its end on the result."""
 
 from __future__ import annotations
 

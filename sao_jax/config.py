@@ -237,12 +237,18 @@ class SFTConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ValuePretrainingConfig:
-  """Critic-only steps on rollouts of the frozen initial policy, until explained variance plateaus."""
+  """Critic-only steps on episodes of the frozen initial policy, until held-out explained variance plateaus."""
 
-  min_steps: NonNegativeInt = 50
+  demonstration_steps: NonNegativeInt = 0  # the first so many steps are on demonstrations, which cost no rollouts
+  min_steps: NonNegativeInt = 50  # of all steps, before a plateau may end the phase
   max_steps: NonNegativeInt = 500
-  plateau_window: PositiveInt = 20  # it has plateaued once the mean explained variance of the last so many steps ...
-  plateau_gain: NonNegativeFloat = 0.01  # ... exceeds that of as many before by less than this
+  passes: PositiveInt = 4  # over every rollout: a step on a fresh batch, then passes - 1 steps on the store
+  store_trajectories: PositiveInt = 4096  # the newest ones, in the host's memory and in checkpoints: ~ 20 bytes a token
+  heldout_fraction: Annotated[float, "[0, 1)"] = 0.125  # of the prompts: their rollouts are stored, and not trained on
+  evaluate_every: PositiveInt = 10  # steps between two measurements of the explained variance of what is held out
+  plateau_window: PositiveInt = 5  # measurements in the running mean by which ...
+  patience: PositiveInt = 10  # ... it has plateaued: the best of the last so many means ...
+  plateau_gain: NonNegativeFloat = 0.01  # ... exceeds the best one before them by less than this
   optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6, clip_norm=10.0)
 
 

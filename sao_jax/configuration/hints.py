@@ -71,6 +71,11 @@ IDLE = (
     "rollout.placement='shared' has no devices of the sampler's own",
     _of("rollout", "sampler_devices"),
   ),
+  Idle(
+    lambda config: not config.value_pretraining.heldout_fraction,
+    "value_pretraining.heldout_fraction=0 leaves nothing to measure the critic by",
+    _of("value_pretraining", "evaluate_every", "plateau_window", "patience", "plateau_gain"),
+  ),
   Idle(lambda config: not config.training.audit, "training.audit is off", _of("training", "audit_tolerance")),
 )
 

@@ -54,6 +54,7 @@ def broken_relations(config: RunConfig, *, training: bool) -> Iterator[ConfigErr
   yield from _batches(config)
   yield from _rollouts(config)
   yield from _durations(config)
+  yield from _value_pretraining(config)
 
 
 # Environment
@@ -413,10 +414,38 @@ def _durations(config: RunConfig) -> Iterator[ConfigError]:
       f"after {silence} s the run would end, while an environment may still answer until {timeout} s.",
       "Raise training.watchdog_seconds above rollout.environment_timeout.",
     )
-  least, most = config.value_pretraining.min_steps, config.value_pretraining.max_steps
+
+
+def _value_pretraining(config: RunConfig) -> Iterator[ConfigError]:
+  settings, batch_size = config.value_pretraining, config.rollout.batch_size
+  least, most = settings.min_steps, settings.max_steps
   if most < least:
     yield ConfigError(
       "value_pretraining.max_steps",
       f"at most {most} steps but at least {least}.",
       "Raise value_pretraining.max_steps to value_pretraining.min_steps or more.",
+    )
+
+  # Demonstrations come first, if there are any.
+  course = settings.demonstration_steps
+  if course > most:
+    yield ConfigError(
+      "value_pretraining.demonstration_steps",
+      f"{course} of {most} steps.",
+      "Raise value_pretraining.max_steps, which counts all steps.",
+    )
+  if course and not hasattr(config.environment, "demonstration"):
+    yield ConfigError(
+      "value_pretraining.demonstration_steps",
+      f"{course}, and the environment makes no demonstrations.",
+      "Set it to 0, or give the environment's settings a `demonstration` method.",
+    )
+
+  # A step on the store needs a whole batch.
+  trained = settings.store_trajectories * (1.0 - settings.heldout_fraction)
+  if settings.passes > 1 and trained < batch_size:
+    yield ConfigError(
+      "value_pretraining.store_trajectories",
+      f"{settings.store_trajectories}, of which {int(trained)} are not held out, for batches of {batch_size}.",
+      "Raise it to several times rollout.batch_size, or set value_pretraining.passes=1.",
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from absl import logging
@@ -15,11 +14,7 @@ from sao_jax.report.progress import Progress
 
 
 class RunLog:
-  """A context manager; `push` a step's metrics while the device still computes them.
-
-  Attributes:
-    history: the values of each metric in `keep`, one for every step since the phase began; NaN where it is missing.
-  """
+  """A context manager; `push` a step's metrics while the device still computes them."""
 
   def __init__(
     self,
@@ -32,7 +27,6 @@ class RunLog:
     every: int = 1,
     max_skipped_updates: int = 10,
     facts: Mapping[str, str] | None = None,
-    keep: Mapping[str, Sequence[float]] | None = None,
   ):
     """Opens the metrics file, without its lines beyond `restored_step`.
 
@@ -42,12 +36,10 @@ class RunLog:
       total: train steps of the phase.
       start: train steps done before.
       restored_step: step of the checkpoint that the phase goes on from; None begins it.
-      every: steps between two written lines; every step reaches the display and the history.
+      every: steps between two written lines; every step reaches the display.
       max_skipped_updates: steps in a row whose updates are not finite, from which on the phase has `diverged`.
       facts: display names of metrics, as in {"reward": "reward_mean"}.
-      keep: metrics to keep the history of, with their values in the steps done before.
     """
-    self.history: dict[str, list[float]] = {name: list(values) for name, values in (keep or {}).items()}
     self._writer = MetricsWriter(workdir, phase, restored_step=restored_step)
     self._progress = Progress(phase, total=total, start=start)
     self._delayed = DelayedFetch()
@@ -91,8 +83,6 @@ class RunLog:
 
   def _log(self, fetched: list[tuple[int, dict[str, Any]]]) -> None:
     for step, metrics in fetched:
-      for name, values in self.history.items():
-        values.append(float(metrics.get(name, math.nan)))
       self._facts |= {fact: metrics.get(name) for fact, name in self._names.items()}
 
       # An alarm is said as it begins, and stands in the line of its step, whichever lines are written.

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from sao_jax.episode import Trajectory
+from sao_jax.episode import PromptKey, Trajectory
 from sao_jax.rollout.entries import Entry, Finished
 from sao_jax.rollout.evidence import RequiredExperts, check_trajectory
 from sao_jax.rollout.ledger import Ledger
 from sao_jax.rollout.outcomes import BadEvidence, Outcome
-from sao_jax.rollout.staleness import decisive_version, is_stale, mask_over_age, mask_truncated
+from sao_jax.rollout.staleness import decisive_version, is_stale, mask_all, mask_over_age
 from sao_jax.rollout.statistics import RolloutStatistics, Usage
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class TrajectoryBuffer:
     max_staleness: int,
     staleness: Literal["drop", "mask"] = "drop",
     train_truncated: bool = True,
+    is_heldout: Callable[[PromptKey], bool] = lambda key: False,
     required_experts: RequiredExperts | None = None,
     longest_context: int | None = None,
     version: int = 0,
@@ -68,6 +69,7 @@ class TrajectoryBuffer:
     max_staleness: tau in policy versions, -1 for no bound.
     staleness: "drop" or "mask".
     train_truncated: False (`algorithm.truncation="mask"`) masks all tokens of trajectories that were cut.
+    is_heldout: True for prompts whose trajectories are handed out with all tokens masked.
     required_experts: the experts that a trajectory must bring along; None: none.
     longest_context: tokens of a row, which must hold each context of a trajectory; None: any number.
     version: the policy version at the start.
@@ -77,7 +79,7 @@ class TrajectoryBuffer:
     self.ledger, self.version = ledger, version
     self.statistics = RolloutStatistics(clock)
     self._max_staleness, self._staleness, self._clock = max_staleness, staleness, clock
-    self._train_truncated, self._make_batch = train_truncated, make_batch
+    self._train_truncated, self._is_heldout, self._make_batch = train_truncated, is_heldout, make_batch
     self._required_experts, self._longest_context = required_experts, longest_context
     self._in_training: collections.deque[Usage] = collections.deque()  # one for every batch in training
     self._gone: list[Finished] = []  # left the buffer, and not freed yet
@@ -286,7 +288,8 @@ class TrajectoryBuffer:
 
   def _mask(self, trajectory: Trajectory, version: int) -> Trajectory:
     trajectory = mask_over_age(trajectory, version, self._max_staleness)
-    return trajectory if self._train_truncated else mask_truncated(trajectory)
+    cut = trajectory.status.truncated and not self._train_truncated
+    return mask_all(trajectory) if cut or self._is_heldout(trajectory.key) else trajectory
 
   def _use(self, trajectories: list[Trajectory], version: int) -> Usage:
     """Counts what a step is given, and checks that it keeps the bound."""

@@ -54,8 +54,6 @@ def mask_over_age(trajectory: Trajectory, version: int, max_staleness: int) -> T
   return dataclasses.replace(trajectory, loss_mask=trajectory.trained & ~over_age)
 
 
-def mask_truncated(trajectory: Trajectory) -> Trajectory:
-  """Takes a trajectory that was cut before its end out of the losses (`algorithm.truncation="mask"`)."""
-  if not trajectory.status.truncated:
-    return trajectory
+def mask_all(trajectory: Trajectory) -> Trajectory:
+  """Takes a trajectory out of the losses as a whole."""
   return dataclasses.replace(trajectory, loss_mask=np.zeros(len(trajectory), dtype=np.bool_))

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+from collections.abc import Callable
 
 import jax
 from absl import logging
@@ -22,7 +23,7 @@ from sao_jax.evaluation.audit import audit_at_start
 from sao_jax.evaluation.fixed_policy import check_prompts
 from sao_jax.evaluation.heldout import Evaluation
 from sao_jax.evaluation.pinned import PinnedEvaluation
-from sao_jax.interrupt import Interrupt
+from sao_jax.interrupt import Interrupt, StopSignal
 from sao_jax.learner.compilation import CompiledSteps
 from sao_jax.learner.packing import check_row_counts
 from sao_jax.learner.sampler_side import make_publisher, make_service
@@ -32,15 +33,17 @@ from sao_jax.report.metrics import evaluated_versions
 from sao_jax.report.run_log import RunLog
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training import phases
+from sao_jax.training.experience import Experience, make_experience
 from sao_jax.training.heap import frozen_heap
-from sao_jax.training.phases import EXPLAINED_VARIANCE, Phase, Start
-from sao_jax.training.rollouts import make_rollouts
+from sao_jax.training.heldout_critic import HeldoutCritic
+from sao_jax.training.phases import Phase, Start
+from sao_jax.training.rollouts import Rollouts, make_rollouts
 from sao_jax.training.run_folder import open_run
 from sao_jax.training.saver import Saver
 from sao_jax.types import PyTree, TrainState
 
 # Shown beside the progress of a phase.
-FACTS = {"reward": "reward_mean", "lag": "lag_mean", "buffer": "rollouts_buffered", "ev": EXPLAINED_VARIANCE}
+FACTS = {"reward": "reward_mean", "lag": "lag_mean", "buffer": "rollouts_buffered", "ev": "explained_variance"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,9 @@ class Result:
 
 
 def pretrain_value(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = False) -> Result:
-  """Trains the critic, attention too, on rollouts of the frozen initial policy until explained variance plateaus.
+  """Trains the critic, attention too, on rollouts of the frozen initial policy, until it no longer gets better.
+
+  The measure is the explained variance of rollouts that are held out.
 
   `validated`: the caller has called `validate`.
   """
@@ -173,16 +178,15 @@ def _run(
         audit_at_start(config, learner, service, state.policy.params, interrupt)
 
     # Rollouts go on with those that were in progress; the version that a process starts with is evaluated too.
-    rollouts = make_rollouts(learner, service, workdir, phase.name, step, version, interrupt, look=evaluation.check)
-    if start.rollouts is not None:
-      rollouts.load_state_dict(*start.rollouts)
+    rollouts = _make_rollouts(learner, service, workdir, phase, start, interrupt, look=evaluation.check)
     evaluation.begin(step, version, weights, measured=evaluated_versions(workdir, phase.name))
 
     # From here on rollouts run in their threads, and what was trained is saved if anything fails.
-    saver = Saver(checkpointer, phase, rollouts, log, start)
+    critic = _make_heldout_critic(learner, log, rollouts, start)
+    saver = Saver(checkpointer, phase, rollouts, log, start, heldout_variance=critic.variances)
     saver.end_step(step, state)
     with rollouts, saver:
-      while not phases.ended(config, phase, step, log.history[EXPLAINED_VARIANCE]):
+      while not phases.ended(config, phase, step, critic.variances):
         # Take: waits for the trajectories that finish first; None once the process was asked to stop.
         batch = rollouts.take(version)
         updates_policy = phase.updates_policy(step)
@@ -209,8 +213,9 @@ def _run(
         rollouts.end_step(version, weights)
         saver.end_step(step, state)
 
-        # Evaluate, sample, save: each when it is due.
+        # Measure, evaluate, sample, save: each when it is due.
         with rollouts.waits("evaluation"):
+          critic.after(step, state)
           evaluation.after(step, version, weights, saves=saver.due(step), look=rollouts.check)
         samples.after(step, batch.trajectories[0])
         with rollouts.waits("save"):
@@ -220,18 +225,44 @@ def _run(
       samples.finish()
       log.flush()
       evaluation.finish(version, look=rollouts.check)
-    ended = phases.ended(config, phase, step, log.history[EXPLAINED_VARIANCE])
+    ended = phases.ended(config, phase, step, critic.variances)
     saver.save(ended=ended)
   return Result(state, step, interrupt.requested and not (ended and evaluation.version is None), evaluation.last)
 
 
 def _is_finished(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Start) -> bool:
   """Tells whether a phase has nothing left to do: no step, and no evaluation of the last version."""
-  if not phases.ended(config, phase, start.step, start.explained_variance):
+  if not phases.ended(config, phase, start.step, start.heldout_variance):
     return False
   last = phase.version(start.step)
   measured = not config.evaluation.every or not phase.policy_steps or last in evaluated_versions(workdir, phase.name)
   return measured and start.restored_step is not None
+
+
+def _make_rollouts(
+  learner: Learner,
+  service: SamplerService,
+  workdir: pathlib.Path,
+  phase: Phase,
+  start: Start,
+  interrupt: StopSignal,
+  look: Callable[[], None],
+) -> Rollouts | Experience:
+  """Makes what gives every step its batch: rollouts as they finish, in value pretraining with a store of them."""
+  version = phase.version(start.step)
+  make = functools.partial(
+    make_rollouts, learner, service, workdir, phase.name, start.step, version, interrupt, look=look
+  )
+  rollouts = make_experience(learner, make, start.step) if phase.until_plateau else make()
+  if start.rollouts is not None:
+    rollouts.load_state_dict(*start.rollouts)
+  return rollouts
+
+
+def _make_heldout_critic(learner: Learner, log: RunLog, rollouts: Rollouts | Experience, start: Start) -> HeldoutCritic:
+  """Makes what measures the critic in value pretraining."""
+  every = learner.config.value_pretraining.evaluate_every
+  return HeldoutCritic(learner, log, rollouts.heldout, every=every, known=start.heldout_variance)
 
 
 def _make_log(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Start) -> RunLog:
@@ -245,7 +276,6 @@ def _make_log(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Sta
     every=config.training.log_every,
     max_skipped_updates=config.training.max_skipped_updates,
     facts=FACTS,
-    keep={EXPLAINED_VARIANCE: start.explained_variance},
   )
 
 

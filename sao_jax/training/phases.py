@@ -29,10 +29,11 @@ from sao_jax.training.origins import (
   warn_of_later_phases,
   warn_without_imitation,
 )
+from sao_jax.training.plateau import plateaued
 from sao_jax.types import PyTree, TrainState
 
 PHASES = SFT, VALUE_PRETRAINING, TRAIN = "sft", "value_pretraining", "train"
-EXPLAINED_VARIANCE = "explained_variance"  # the metric by which value pretraining ends
+HELDOUT_VARIANCE = "heldout_explained_variance"  # the metric by which value pretraining ends; a list in checkpoints
 CRITIC_PRETRAINED = "critic_pretrained"  # in the host state of a checkpoint: how RL began
 POLICY_ORIGIN = "policy_origin"  # in the host state, too: the name of the policy's `Origin`
 BASE = "base"  # no phase: what model.checkpoint names
@@ -80,7 +81,7 @@ class Start:
     step: train steps done.
     state: the train state after them.
     rollouts: state of the rollout side, as (JSON, arrays); None at the beginning.
-    explained_variance: one number for every step done.
+    heldout_variance: every explained variance that was measured on held-out rollouts.
     critic_pretrained: True if the critic had been trained when the phase began; stays what it was on resume.
     policy_origin: name of the origin of the policy that the phase began from; None where an old checkpoint lacks it.
   """
@@ -88,7 +89,7 @@ class Start:
   step: int
   state: TrainState
   rollouts: Sequence[Any] | None = None
-  explained_variance: Sequence[float] = ()
+  heldout_variance: Sequence[float] = ()
   critic_pretrained: bool = False
   policy_origin: str | None = None
 
@@ -123,28 +124,14 @@ def sampler_seed(config: RunConfig, phase: str) -> int:
   return _derived_seed(config, phase, 1 + jax.process_index())
 
 
-def plateaued(config: RunConfig, step: int, explained_variance: Sequence[float]) -> bool:
-  """Decides if value pretraining may end after `step` steps, from the explained variance of each.
-
-  Reads all but that of the last step, so that the decision is the same in a run that was saved and resumed.
-  """
+def ended(config: RunConfig, phase: Phase, step: int, heldout_variance: Sequence[float]) -> bool:
+  """Tells whether a phase is over after `step` steps, from the explained variances that were measured on the way."""
   settings = config.value_pretraining
-  window = settings.plateau_window
-  known = explained_variance[: max(step - 1, 0)]
-  if len(known) < max(settings.min_steps, 2 * window):
-    return False
-
-  # The mean of the newest window against that of the window before it.
-  recent = np.asarray(known[-window:], np.float64)
-  before = np.asarray(known[-2 * window : -window], np.float64)
-  if not (np.isfinite(recent).any() and np.isfinite(before).any()):  # undefined where all rewards are equal
-    return False
-  return bool(np.nanmean(recent) - np.nanmean(before) < settings.plateau_gain)
-
-
-def ended(config: RunConfig, phase: Phase, step: int, explained_variance: Sequence[float]) -> bool:
-  """Tells whether a phase is over after `step` steps, from the explained variance of each."""
-  return step >= phase.steps or (phase.until_plateau and plateaued(config, step, explained_variance))
+  if step >= phase.steps or not phase.until_plateau or step < settings.min_steps:
+    return step >= phase.steps
+  return plateaued(
+    heldout_variance, window=settings.plateau_window, patience=settings.patience, gain=settings.plateau_gain
+  )
 
 
 def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, earlier: Sequence[str]) -> PyTree:
@@ -177,9 +164,10 @@ def _warn_of_unfinished_value_pretraining(config: RunConfig, workdir: pathlib.Pa
   step, most = latest_step(workdir / VALUE_PRETRAINING), config.value_pretraining.max_steps
   if step is None or step >= most:
     return
-  if not plateaued(config, step, load_host_state(workdir / VALUE_PRETRAINING, step)["explained_variance"]):
+  variances = load_host_state(workdir / VALUE_PRETRAINING, step).get(HELDOUT_VARIANCE, ())
+  if not ended(config, value_pretraining(config), step, variances):
     logging.warning(
-      "Value pretraining stopped at step %d of at most %d, before explained variance plateaued: run "
+      "Value pretraining stopped at step %d of at most %d, before held-out explained variance plateaued: run "
       "launch.pretrain_value again to finish it.",
       step,
       most,
@@ -292,7 +280,7 @@ def restore_or_begin(
     step,
     state,
     host_state["rollouts"],
-    host_state[EXPLAINED_VARIANCE],
+    host_state.get(HELDOUT_VARIANCE, ()),  # 0.1.0 held nothing out
     began_pretrained(host_state),
     host_state.get(POLICY_ORIGIN),
   )

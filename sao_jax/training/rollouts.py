@@ -11,7 +11,7 @@ import numpy as np
 
 from sao_jax.config import RunConfig
 from sao_jax.data.prompts import make_prompt_iterator
-from sao_jax.episode import Trajectory
+from sao_jax.episode import PromptKey, Trajectory
 from sao_jax.interrupt import POLL, StopSignal
 from sao_jax.learner.batches import packed_batch, required_experts
 from sao_jax.learner.setup import Learner
@@ -45,7 +45,10 @@ class Rollouts:
     loop: the asynchronous loop.
     interrupt: ends the wait for a batch.
     waits: what the trainer waits for; whoever makes it wait counts it there.
+    heldout: trajectories that are kept to measure the critic by: none.
   """
+
+  heldout: Sequence[Trajectory] = ()
 
   def __init__(
     self,
@@ -166,6 +169,7 @@ def make_rollouts(
   version: int,
   interrupt: StopSignal,
   look: Callable[[], None] = lambda: None,
+  is_heldout: Callable[[PromptKey], bool] = lambda key: False,
 ) -> Rollouts:
   """Makes the rollout side of a phase in this process, not started. The record of later steps than `step` is removed.
 
@@ -178,12 +182,13 @@ def make_rollouts(
     version: the policy version that the service starts with.
     interrupt: ends the wait for a batch.
     look: called now and then while waiting for a batch; may raise.
+    is_heldout: True for prompts that are not trained on.
   """
   rollout = learner.config.rollout
   record = Record(workdir, phase)
   record.forget_after(step)
   return Rollouts(
-    make_rollout_loop(learner, service, phase, version),
+    make_rollout_loop(learner, service, phase, version, is_heldout),
     rollout.batch_size,
     interrupt,
     service=service,
@@ -200,7 +205,13 @@ def _places(config: RunConfig) -> int:
   return config.rollout.max_in_flight or config.sampler.num_slots
 
 
-def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, version: int) -> RolloutLoop:
+def make_rollout_loop(
+  learner: Learner,
+  service: SamplerService,
+  phase: str,
+  version: int,
+  is_heldout: Callable[[PromptKey], bool] = lambda key: False,
+) -> RolloutLoop:
   """Makes the asynchronous loop of this process, not started, on its share of the training prompts.
 
   Its buffer hands out packed rows on the learner's mesh, see `batches.Batch`.
@@ -214,6 +225,7 @@ def make_rollout_loop(learner: Learner, service: SamplerService, phase: str, ver
     max_staleness=rollout.max_staleness,
     staleness=rollout.staleness,
     train_truncated=config.algorithm.truncation != "mask",
+    is_heldout=is_heldout,
     required_experts=required_experts(config),
     longest_context=max(rollout.row_lengths),
     version=version,

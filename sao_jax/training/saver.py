@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from absl import logging
 
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.report.run_log import RunLog
-from sao_jax.training.phases import CRITIC_PRETRAINED, EXPLAINED_VARIANCE, POLICY_ORIGIN, Phase, Start
+from sao_jax.training.experience import Experience
+from sao_jax.training.phases import CRITIC_PRETRAINED, HELDOUT_VARIANCE, POLICY_ORIGIN, Phase, Start
 from sao_jax.training.rollouts import Rollouts
 from sao_jax.types import TrainState
 
@@ -25,9 +28,26 @@ class Saver:
   as they last nothing is saved but the end of the phase: the newest checkpoint stays the last good one.
   """
 
-  def __init__(self, checkpointer: Checkpointer, phase: Phase, rollouts: Rollouts, log: RunLog, start: Start):
+  def __init__(
+    self,
+    checkpointer: Checkpointer,
+    phase: Phase,
+    rollouts: Rollouts | Experience,
+    log: RunLog,
+    start: Start,
+    *,
+    heldout_variance: Sequence[float] = (),
+  ):
+    """Args:
+    checkpointer: of the phase.
+    phase: its steps.
+    rollouts: saved with the state.
+    log: written out before a save.
+    start: what later processes should know of how the phase began.
+    heldout_variance: what was measured of the critic, a list that grows.
+    """
     self._checkpointer, self._phase, self._rollouts, self._log = checkpointer, phase, rollouts, log
-    self._start = start  # what later processes should know of how the phase began
+    self._start, self._heldout_variance = start, heldout_variance
     self._consistent: tuple[int, TrainState] | None = None
 
   def __enter__(self) -> Saver:
@@ -86,7 +106,7 @@ class Saver:
     step, state = self._consistent
     host_state = {
       "rollouts": list(self._rollouts.state_dict()),
-      "explained_variance": self._log.history[EXPLAINED_VARIANCE],
+      HELDOUT_VARIANCE: list(self._heldout_variance),
       "policy_version": self._phase.version(step),
       CRITIC_PRETRAINED: self._start.critic_pretrained,
       POLICY_ORIGIN: self._start.policy_origin,

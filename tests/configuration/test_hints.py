@@ -61,6 +61,10 @@ def test_nothing_is_hinted_at_in_what_is_shipped(config):
     ({"model.index_head_dim": 8}, "model.index_head_dim will have no effect"),
     ({"rollout.max_staleness": -1, "rollout.staleness": "mask"}, "rollout.staleness will have no effect"),
     ({"rollout.sampler_devices": 1}, "rollout.sampler_devices will have no effect"),
+    (
+      {"value_pretraining.heldout_fraction": 0.0, "value_pretraining.patience": 3},
+      "value_pretraining.patience will have no effect",
+    ),
     ({"training.audit": False, "training.audit_tolerance": 1.0}, "training.audit_tolerance will have no effect"),
     (EXPERTS | {"model.num_experts_per_token": 1}, "the routers get no gradient"),
     ({"rollout.group_size": 2}, "Set it to 1, or use algorithm.advantage=grpo"),

@@ -148,6 +148,24 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
       "at least one local device",
     ),
     ({"value_pretraining.max_steps": 10}, "value_pretraining.max_steps", "at least 50", "Raise value_pretraining"),
+    (
+      {"value_pretraining.demonstration_steps": 501},
+      "value_pretraining.demonstration_steps",
+      "501 of 500 steps",
+      "Raise value_pretraining.max_steps",
+    ),
+    (
+      {"value_pretraining.demonstration_steps": 5},
+      "value_pretraining.demonstration_steps",
+      "makes no demonstrations",
+      "Set it to 0",
+    ),
+    (
+      {"value_pretraining.store_trajectories": 140, "value_pretraining.heldout_fraction": 0.1},
+      "value_pretraining.store_trajectories",
+      "of which 126 are not held out, for batches of 128",
+      "value_pretraining.passes=1",
+    ),
     ({"rollout.environment_timeout": 600.0}, "training.watchdog_seconds", "until 600.0 s", "Raise training.watchdog"),
   ],
 )

@@ -15,7 +15,7 @@ from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.environments.calculator import Calculator
 from sao_jax.environments.wrappers import Chaos, SimulatedLatency
 from sao_jax.errors import ConfigError
-from sao_jax.training.sft import Demonstrations
+from sao_jax.training.demonstrations import Demonstrations
 
 TOKENIZER = ByteTokenizer()
 

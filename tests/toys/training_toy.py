@@ -98,7 +98,7 @@ def get_config() -> RunConfig:
       row_counts=(8,),
     ),
     sft=SFTConfig(steps=3, batch_size=4),
-    value_pretraining=ValuePretrainingConfig(min_steps=2, max_steps=2, plateau_window=1),
+    value_pretraining=ValuePretrainingConfig(min_steps=2, max_steps=2, passes=1, heldout_fraction=0.0),
     evaluation=EvaluationConfig(every=0, prompts=6),
     training=TrainingConfig(steps=4, checkpoint_every=2),
   )

@@ -252,14 +252,14 @@ def test_a_demonstrations_mistakes_do_not_depend_on_its_question(tmp_path):
   from sao_jax.environments.calculator import Calculator
 
   config = dataclasses.replace(
-    training_toy.replace(training_toy.get_config(), model={"vocab_size": 272}, sft={"batch_size": 2000}),
+    training_toy.replace(training_toy.get_config(), model={"vocab_size": 272}),
     environment=Calculator(),
   )
   config = training_toy.replace(config, sampler={"context_length": 200})
   demonstrations = sft.Demonstrations(config)
   tokenizer = config.environment.tokenizer()
   right = {True: [], False: []}
-  for trajectory in demonstrations.batch():
+  for trajectory in demonstrations.batch(2000):
     question = tokenizer.decode(trajectory.token_ids).split("<|user|>")[1].split("<|end|>")[0]
     right[question[2] in "123"].append(trajectory.reward)
   assert min(len(rewards) for rewards in right.values()) > 300

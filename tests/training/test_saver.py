@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from sao_jax.training.phases import EXPLAINED_VARIANCE, Phase, Start
+from sao_jax.training.phases import Phase, Start
 from sao_jax.training.saver import Diverged, Saver
 
 
@@ -35,7 +35,7 @@ class FakeCheckpointer:
 @pytest.fixture
 def saver():
   rollouts = types.SimpleNamespace(state_dict=lambda: ({}, {}))
-  log = types.SimpleNamespace(flush=lambda: None, history={EXPLAINED_VARIANCE: []}, skipped_in_a_row=0, diverged=False)
+  log = types.SimpleNamespace(flush=lambda: None, skipped_in_a_row=0, diverged=False)
   return Saver(FakeCheckpointer(), Phase("train", critic_steps=1, policy_steps=9), rollouts, log, Start(0, None))
 
 

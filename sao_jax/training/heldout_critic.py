@@ -1,0 +1,84 @@
+"""The critic measured on rollouts that it does not train on: explained variance, now and then in value pretraining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from sao_jax.algorithm.advantage import value_targets
+from sao_jax.algorithm.tokens import token_values, trained_tokens
+from sao_jax.algorithm.value_loss import make_value_head
+from sao_jax.episode import Trajectory
+from sao_jax.learner.batches import packed_batch
+from sao_jax.learner.setup import Learner
+from sao_jax.report.run_log import RunLog
+from sao_jax.training.phases import HELDOUT_VARIANCE
+from sao_jax.types import PyTree, TrainState, TrajectoryBatch
+
+
+class HeldoutCritic:
+  """Measures the explained variance of held-out trajectories every so many steps, and writes it to the metrics.
+
+  Attributes:
+    variances: all that was measured since the phase began; NaN where all returns were equal.
+  """
+
+  def __init__(
+    self,
+    learner: Learner,
+    log: RunLog,
+    trajectories: Sequence[Trajectory],
+    *,
+    every: int,
+    known: Sequence[float],
+  ):
+    """Args:
+    learner: has the critic.
+    log: gets the figures.
+    trajectories: those held out; more may be appended to it. Nothing is measured while there are none.
+    every: steps between two measurements.
+    known: what was measured before.
+    """
+    self.variances = list(known)
+    self._learner, self._log, self._trajectories, self._every = learner, log, trajectories, every
+    self._read = make_reader(learner)
+
+  def after(self, step: int, state: TrainState) -> None:
+    """Measures the critic of a state if that is due, and waits for it."""
+    if step % self._every or not self._trajectories:
+      return
+    variance = heldout_variance(self._learner, self._read, state.critic.params, self._trajectories)
+    self.variances.append(variance)
+    self._log.write(step, {HELDOUT_VARIANCE: variance, "heldout_trajectories": len(self._trajectories)})
+    self._log.note(heldout_ev=variance)
+
+
+Reader = Callable[[PyTree, TrajectoryBatch], tuple[Float[Array, "B T"], Float[Array, "B T"], Bool[Array, "B T"]]]
+
+
+def make_reader(learner: Learner) -> Reader:
+  """Returns the jitted `(critic parameters, rows) -> (values, targets, mask)`, all of them token-aligned."""
+  algorithm, critic, head = learner.config.algorithm, learner.critic, make_value_head(learner.config.algorithm)
+
+  def read(params: PyTree, rows: TrajectoryBatch) -> tuple[Array, Array, Array]:
+    values = head.values(critic.apply(params, rows))
+    counted = trained_tokens(rows.replace(loss_mask=rows.action_mask), algorithm.truncation)  # held out, not over age
+    return token_values(values, rows), value_targets(algorithm, rows, values), counted
+
+  return jax.jit(read)
+
+
+def heldout_variance(learner: Learner, read: Reader, params: PyTree, trajectories: Sequence[Trajectory]) -> float:
+  """1 - Var(R - V) / Var(R) over the sampled tokens of trajectories, a batch at a time; NaN without variance."""
+  size, errors, returns = learner.config.rollout.batch_size, [], []
+  for start in range(0, len(trajectories), size):
+    rows = packed_batch(learner, trajectories[start : start + size]).rows
+    values, targets, mask = jax.device_get(read(params, rows))
+    errors.append((targets - values)[mask])
+    returns.append(targets[mask])
+
+  spread = np.var(np.concatenate(returns), dtype=np.float64)
+  return float(1.0 - np.var(np.concatenate(errors), dtype=np.float64) / spread) if spread > 0.0 else float("nan")

@@ -39,7 +39,7 @@ from sao_jax.training.heldout_critic import HeldoutCritic
 from sao_jax.training.phases import Phase, Start
 from sao_jax.training.rollouts import Rollouts, make_rollouts
 from sao_jax.training.run_folder import open_run
-from sao_jax.training.saver import Saver
+from sao_jax.training.saver import Saver, say_interrupted
 from sao_jax.types import PyTree, TrainState
 
 # Shown beside the progress of a phase.
@@ -136,7 +136,7 @@ def run_phase(
     saved = checkpointer.latest_step()
 
   if result.interrupted:
-    logging.info("Interrupted and saved after step %d; the same command goes on from there.", saved or 0)
+    say_interrupted(saved)
   return result
 
 

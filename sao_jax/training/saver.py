@@ -138,3 +138,11 @@ def stop_if_diverged(log: RunLog, checkpointer: Checkpointer) -> None:
       f"not finite; {checkpointer.last_good()}. Lower the learning rates, look at rewards and value targets, and run "
       "the same command again: it goes on from there."
     )
+
+
+def say_interrupted(saved: int | None) -> None:
+  """Says where an interrupted phase goes on: after its newest checkpoint, if there is one."""
+  if saved is None:
+    logging.info("Interrupted before anything was saved; the same command begins again.")
+  else:
+    logging.info("Interrupted and saved after step %d; the same command goes on from there.", saved)

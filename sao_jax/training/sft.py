@@ -29,7 +29,7 @@ from sao_jax.training import phases
 from sao_jax.training.demonstrations import Demonstrations
 from sao_jax.training.origins import warn_of_later_phases
 from sao_jax.training.run_folder import open_run
-from sao_jax.training.saver import skips, stop_if_diverged
+from sao_jax.training.saver import say_interrupted, skips, stop_if_diverged
 from sao_jax.training.step_metrics import StepClock
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrajectoryBatch
 
@@ -144,5 +144,5 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
     saved = checkpointer.latest_step()
 
   if interrupt.requested and step < config.sft.steps:
-    logging.info("Interrupted and saved after step %d; the same command goes on from there.", saved or 0)
+    say_interrupted(saved)
   return network.params

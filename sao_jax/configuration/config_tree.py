@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import math
 import sys
 import typing
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from sao_jax.configuration.field_values import conform
 from sao_jax.errors import ConfigError
 
 MISSING = "(no such field)"  # on one side of a difference
+NO_JSON = {"inf", "-inf", "nan"}  # numbers that JSON holds as strings
 TYPE_KEY = "dataclass"  # in JSON: the name of the dataclass that a mapping was
 MODULE_KEY, FILE_KEY = "module", "file"  # in JSON: where that class stands, if not in sao_jax.config
 
@@ -120,7 +122,10 @@ def nearest(value: str, choices: tuple[str, ...]) -> str:
 
 
 def to_json(value: Any) -> Any:
-  """Plain JSON values: dataclasses as objects that name their type, tuples as lists, enums by value."""
+  """Plain JSON values: dataclasses as objects that name their type, tuples as lists, enums by value.
+
+  JSON has no infinity: such a number becomes a string, as in "inf".
+  """
   if is_section(value):
     fields = {name: to_json(getattr(value, name)) for name in annotations(value)}
     return {TYPE_KEY: type(value).__qualname__} | _place(type(value)) | fields
@@ -130,6 +135,8 @@ def to_json(value: Any) -> Any:
     return {str(key): to_json(item) for key, item in value.items()}
   if isinstance(value, enum.Enum):
     return value.value
+  if isinstance(value, float) and not math.isfinite(value):
+    return str(value)
   return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
@@ -148,7 +155,8 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, An
   Where a class was found makes no difference.
   """
   if not isinstance(old, Mapping) or not isinstance(new, Mapping):
-    return [] if old == new else [(prefix.rstrip("."), old, new)]
+    same = old == new or str(old) == str(new) in NO_JSON  # "inf", and as older versions wrote it
+    return [] if same else [(prefix.rstrip("."), old, new)]
   names = [name for name in dict.fromkeys([*old, *new]) if name not in (MODULE_KEY, FILE_KEY) or TYPE_KEY not in new]
   pairs = ((name, old.get(name, MISSING), new.get(name, MISSING)) for name in names)
   return [change for name, before, now in pairs for change in differences(before, now, f"{prefix}{name}.")]

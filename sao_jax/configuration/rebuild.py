@@ -11,8 +11,8 @@ from typing import Any
 from sao_jax import config as core
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree
-from sao_jax.configuration.config_tree import MODULE_KEY, TYPE_KEY
-from sao_jax.configuration.field_values import conform
+from sao_jax.configuration.config_tree import MODULE_KEY, NO_JSON, TYPE_KEY
+from sao_jax.configuration.field_values import conform, without_bounds
 
 
 def from_json(record: Mapping[str, Any]) -> RunConfig:
@@ -41,6 +41,8 @@ def _section(record: Mapping[str, Any]) -> Any:
   class_ = _find_class(record)
   hints = typing.get_type_hints(class_, include_extras=True)
   values = {name: _value(value) for name, value in record.items() if name in hints}
+  number = lambda name: without_bounds(hints[name]) is float and values[name] in NO_JSON
+  values |= {name: float(values[name]) for name in values if number(name)}
   return class_(**{name: conform(value, hints[name], name) for name, value in values.items()})
 
 

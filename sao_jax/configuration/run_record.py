@@ -30,7 +30,7 @@ def write_config(config: RunConfig, workdir: pathlib.Path) -> None:
     record[FAITHFUL] = False
   path = workdir / CONFIG_FILE
   temporary = path.with_suffix(f".{os.getpid()}.tmp")
-  temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+  temporary.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
   os.replace(temporary, path)
 
 

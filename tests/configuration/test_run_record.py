@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from absl import logging
 from toys import training_toy
 
-from sao_jax.config import LoRAConfig, RunConfig
+from sao_jax.config import AlgorithmConfig, LoRAConfig, RunConfig
 from sao_jax.configuration import config_tree
 from sao_jax.configuration.rebuild import from_json, is_faithful
 from sao_jax.configuration.run_record import CONFIG_FILE, check_same_run, check_viewed, read_config, write_config
@@ -129,3 +130,15 @@ def test_another_environment_is_another_configuration_and_other_settings_of_the_
     check_viewed(dataclasses.replace(BASE, environment=Calculator()), tmp_path)
   fields = {"evaluation__prompts": 7, "sampler__num_slots": 3, "model__dtype": "bfloat16", "training__steps": 3}
   check_viewed(of(**fields), tmp_path)
+
+
+def test_infinity_is_written_as_json_and_comes_back(tmp_path):
+  """Not as `Infinity`, which other parsers refuse; records of older versions, which have it, are of the same run."""
+  config = dataclasses.replace(BASE, algorithm=AlgorithmConfig(epsilon_high=math.inf))
+  write_config(config, tmp_path)
+  written = (tmp_path / "config.json").read_text()
+  assert '"epsilon_high": "inf"' in written and "Infinity" not in written
+  assert from_json(json.loads(written)) == config and is_faithful(config)
+  older = json.loads(written.replace('"inf"', "Infinity"))
+  assert config_tree.differences(older, config_tree.to_json(config)) == []
+  assert config_tree.differences(older, config_tree.to_json(BASE)) == [("algorithm.epsilon_high", math.inf, 5.0)]

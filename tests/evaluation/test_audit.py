@@ -125,6 +125,21 @@ def sampled():
       yield config, learner, service, params
 
 
+def test_trainer_and_sampler_agree_at_another_temperature_than_one(sampled):
+  """With a head of strong opinions; the sampler divides by its temperature, the learner by that of the sampler."""
+  config, learner, service, params = sampled
+  strong = params | {"head": 20.0 * params["head"]}
+  hot = training_toy.replace(config, sampler={"temperature": 0.5})
+  service.publish(sampler_side.make_publisher(learner)(strong), 1)
+  try:
+    found = audit.audit_sampler(hot, setup.make_learner(hot), service, strong)
+    assert found.compared == 4 and found.worst < 1e-5
+    with pytest.raises(ConfigError, match="temperature"):
+      audit.audit_sampler(hot, learner, service, strong)
+  finally:
+    service.publish(sampler_side.make_publisher(learner)(params), 2)
+
+
 @pytest.mark.parametrize(
   "environment, compared, says",
   [

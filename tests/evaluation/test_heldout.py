@@ -13,10 +13,11 @@ from toys import training_toy
 from toys.rollout_fakes import make_trajectory
 
 from sao_jax.evaluation import heldout, pinned
-from sao_jax.evaluation.heldout import evaluate
+from sao_jax.evaluation.heldout import Evaluation, evaluate
 from sao_jax.interrupt import Interrupt, Interrupted
 from sao_jax.learner import placement, sampler_side, setup
 from sao_jax.report.metrics import read_metrics
+from sao_jax.report.success_rate import success
 from sao_jax.sampler.requests import GenerateRequest
 from sao_jax.training import loop, phases
 
@@ -36,6 +37,21 @@ def evaluated(workdir):
     line["policy_version"]: (line["step"], line["heldout_success"])
     for line in read_metrics(workdir, "train")
     if "heldout_success" in line
+  }
+
+
+def test_the_numbers_of_an_evaluation_have_their_names():
+  found = Evaluation(success(3, 4, 0.9), 0.25, 12.5, 2, 7, []).metrics()
+  low, high = success(3, 4, 0.9).low, success(3, 4, 0.9).high
+  assert low < 0.75 < high
+  assert found == {
+    "heldout_success": 0.75,
+    "heldout_low": low,
+    "heldout_high": high,
+    "heldout_trials": 4,
+    "heldout_reward": 0.25,
+    "heldout_response_length": 12.5,
+    "heldout_ungraded": 2,
   }
 
 

@@ -262,6 +262,23 @@ def test_a_half_finished_group_goes_on_after_a_resume():
   check_identity(copy.counters())
 
 
+def test_what_goes_on_is_saved_again_until_it_ends():
+  """A run that is killed twice: what the second process had begun anew is still known to the third."""
+  ledger = Ledger(batch_size=2, staleness=1)
+  rollouts = start_all(ledger, FakePrompts())
+  ledger.finish(1, finished(1))
+  unfinished = ledger.state().intake["unfinished"]
+  assert [number for number, *_ in unfinished] == [0, 2, 3]
+  copy = restored(ledger, batch_size=2, staleness=1)
+  assert copy.state().intake == ledger.state().intake
+  assert start_all(copy, FakePrompts(0)) == [rollouts[number] for number in (0, 2, 3)]
+  assert copy.state().intake["unfinished"] == unfinished and copy.counters()["in_flight"] == 3
+  copy.finish(2, finished(2))
+  copy.fail(3, Outcome.FAILED_ENVIRONMENT, "it broke")
+  again = restored(copy, batch_size=2, staleness=1)
+  assert again.state().intake["unfinished"] == unfinished[:1] and again.state().intake["next_rollout_id"] == 4
+
+
 def test_a_state_with_groups_of_another_size_is_refused():
   ledger = Ledger(batch_size=4, staleness=0, group_size=2)
   for options in ({}, {"group_size": 4}):

@@ -67,6 +67,13 @@ def test_tokens_do_not_depend_on_slot_or_company():  # A15
   assert play(other_seed, multi_turns(1))[0].ids != alone[0].ids
 
 
+def test_rollouts_of_one_prompt_differ_and_one_rollout_is_itself_in_every_slot():  # A15
+  same = lambda rollout_id: Record([(prompt(5, 0), 12), (prompt(2, 1), 6)], rollout_id)
+  together = play(scheduler_of(DENSE), [same(7), same(8), same(9)])
+  assert len({tuple(record.ids) for record in together}) == 3
+  assert play(scheduler_of(DENSE), [same(9), same(7)])[1].ids == together[0].ids
+
+
 def test_a_replayed_rollout_gives_the_same_tokens():  # A15
   scheduler = scheduler_of(DENSE)
   first = play(scheduler, single_turns(3))

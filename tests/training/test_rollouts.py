@@ -115,6 +115,29 @@ def test_a_step_ends_with_its_weights_published_and_only_then_its_batch_is_train
     assert len(service.published) == 1 and rollouts.loop.stats()["trained"] == 8
 
 
+def test_a_deterministic_run_is_saved_as_it_was_when_its_version_was_published():
+  """Whatever has been begun or has finished since: the next process begins it anew, under that version."""
+  rollouts, _ = make(deterministic=True, admission_staleness=1)
+  saved = lambda: rollouts.state_dict()[0]
+  with rollouts:
+    rollouts.loop.wait_until_idle(20)
+    beginning = saved()
+    assert (beginning["intake"]["next_rollout_id"], beginning["trajectories"]) == (
+      0,
+      [],
+    )  # not the eight that are there
+    rollouts.take(0)
+    assert saved() == beginning
+    rollouts.end_step(1, "new")
+    published = saved()
+    assert published["buffer"]["version"] == 1 and published["buffer"]["admission"]["outcomes"] == {"trained": 4}
+    assert published["intake"]["unfinished"] == [] and published["intake"]["next_rollout_id"] == 8
+    assert [record["rollout_id"] for record in published["trajectories"]] == [4, 5, 6, 7]
+    rollouts.loop.wait_until_idle(20)
+    assert len(rollouts.loop.buffer) == 8 and saved() == published
+  assert saved() == published
+
+
 def test_a_requested_interruption_ends_the_wait_without_a_batch():
   interrupt, looks = Interrupt(), []
 

@@ -15,13 +15,15 @@ from sao_jax.rollout.outcomes import EnvironmentTimeout, EventLoopBlocked
 from sao_jax.rollout.run_episode import EpisodeLimits
 from sao_jax.rollout.runner import EpisodeRunner
 
-TIMEOUT, BLOCK, ANSWER = 0.2, 0.4, 0.05  # seconds: for a call, of the culprit, of everybody else
+TIMEOUT, BLOCK, ANSWER = 0.2, 0.4, 0.03  # seconds: for a call, of the culprit, of everybody else at least
 LIMITS = EpisodeLimits(9, 1000, 50, 1000, 10**6, 100)
 BLOCKED = "failed_infrastructure/EventLoopBlocked"
 
 
-async def answer_later():
-  await asyncio.sleep(ANSWER)
+async def answer_later(number: int = 0):
+  """An answer in several pieces, so that it takes several rounds of the loop; the culprit's, of number 1, is short."""
+  for _ in range(1 + number % 4):
+    await asyncio.sleep(ANSWER)
 
 
 def environments(method: str, block):
@@ -30,7 +32,7 @@ def environments(method: str, block):
 
   class Episode(FakeEnvironment):
     async def call(self, name, then):
-      await answer_later()
+      await answer_later(made.index(self))
       if self is made[1] and name == method:
         await block()
       return await then()

@@ -29,19 +29,21 @@ from sao_jax.configuration.module_file import load_module
 from sao_jax.configuration.paths import check_storable, expand
 from sao_jax.configuration.relations import validate
 from sao_jax.configuration.run_record import check_viewed, read_config
-from sao_jax.errors import ConfigError
+from sao_jax.errors import ConfigError, RunError
 from sao_jax.huggingface.pretrained import with_folder_shape
 from sao_jax.interrupt import Interrupted
 from sao_jax.parallel.process import initialize_processes
 
 flags.disclaim_key_flags()  # --help of a launcher shows these flags as its own
 
+EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_RESUMABLE = 75  # interrupted and saved, EX_TEMPFAIL of sysexits.h: the same command goes on
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 _OVERRIDE = re.compile(r"--?(?P<no>no)?config\.(?P<path>.+)")
 _UNKNOWN_ARGUMENT = re.compile(r"(?P<section>\w+)\.__init__\(\) got an unexpected keyword argument '(?P<name>\w+)'")
+_LIBRARY = re.compile(r"[/\\](orbax|grain|jax|tensorflow_datasets|etils)[/\\]")
 _HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull"}
 
 
@@ -78,8 +80,8 @@ def run(
   `needs_run=False` model.checkpoint names a model. `configured=False`: `main` makes nothing of the configuration.
 
   The exit status is what `main` returns, if it is a number, else 0. Bad input, found here or raised by `main` as
-  ConfigError, ends the program with its message on standard error and status 2; `Interrupted`, and a Ctrl-C for which
-  nothing waits, with one line and status 130.
+  ConfigError, ends the program with its message on standard error and status 2; a `RunError` likewise, with status 1;
+  `Interrupted`, and a Ctrl-C for which nothing waits, with one line and status 130.
   """
   try:
     given = read(sys.argv, viewing=not writes, configured=configured)
@@ -108,6 +110,9 @@ def run(
       logging.info("Interrupted: there is no result, and nothing was written.")
     except ConfigError as error:
       refuse(error)
+    except RunError as error:
+      sys.stderr.write(f"error: {error}\n")
+      status = EXIT_FAILURE
     leave(status if isinstance(status, int) else 0)
 
   app.run(start, argv=sys.argv[:1], flags_parser=lambda argv: argv)
@@ -115,8 +120,8 @@ def run(
 
 
 def leave(status: int) -> None:
-  """Ends the program; after an interruption without waiting for what still compiles in other threads."""
-  if status in (EXIT_INTERRUPTED, EXIT_RESUMABLE):
+  """Ends the program; unless the work is done, without waiting for what still compiles, or complains, in threads."""
+  if status:
     logging.flush()
     for stream in (sys.stdout, sys.stderr):
       stream.flush()
@@ -306,9 +311,20 @@ def set_up_logging() -> None:
   """The log tells what this project does; of the libraries below it, what went wrong."""
   if flags.FLAGS["verbosity"].using_default_value:
     logging.set_verbosity(logging.INFO)
-  library = re.compile(r"[/\\](orbax|grain|jax|tensorflow_datasets|etils)[/\\]")
-  is_ours = lambda record: record.levelno >= python_logging.WARNING or not library.search(record.pathname)
-  logging.get_absl_handler().addFilter(is_ours)
+  logging.get_absl_handler().addFilter(_is_told)
+
+
+def _is_told(record: python_logging.LogRecord) -> bool:
+  """A filter of log records; of what went wrong within a library it keeps the message without the traceback.
+
+  A checkpoint on a full disk fails in many of Orbax's tasks at once: their tracebacks are thousands of lines, between
+  which nobody finds ours.
+  """
+  if _LIBRARY.search(record.pathname):
+    if record.levelno < python_logging.WARNING:
+      return False
+    record.exc_info = record.exc_text = record.stack_info = None
+  return record.name != "asyncio" or not _LIBRARY.search(record.getMessage())
 
 
 def refuse(error: ConfigError) -> None:

@@ -1,4 +1,4 @@
-"""The one error that bad input raises: it names the field and the remedy, before any work starts."""
+"""Two kinds of errors that a user can do something about: bad input, before any work, and the end of a run."""
 
 from __future__ import annotations
 
@@ -10,3 +10,10 @@ class ConfigError(ValueError):
     """`field` is the dotted config path or input name; `problem` and `remedy` are full sentences."""
     self.field, self.problem, self.remedy = field, problem, remedy
     super().__init__(f"{field}: {problem}\n  remedy: {remedy}")
+
+
+class RunError(RuntimeError):
+  """The end of a run for a reason outside of its code, as a full disk is one. The message names reason and remedy.
+
+  Programs show the message without a traceback, as the last thing that they say.
+  """

@@ -21,7 +21,7 @@ from absl import logging
 from sao_jax.checkpoints.host_state import HostStateHandler, HostStateRestore, HostStateSave, encode
 from sao_jax.checkpoints.state_tree import NETWORKS, REST, check_same_leaves, flatten, nest, places, split
 from sao_jax.configuration.paths import check_readable, check_storable, expand
-from sao_jax.errors import ConfigError
+from sao_jax.errors import ConfigError, RunError
 from sao_jax.types import PyTree
 
 _HOST = "host"
@@ -48,7 +48,7 @@ class Restored(NamedTuple):
   host_state: Any
 
 
-class CheckpointFailure(Exception):
+class CheckpointFailure(RunError):
   """Saves that failed in a row: a run that went on would go on without checkpoints."""
 
 

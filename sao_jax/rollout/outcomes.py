@@ -10,7 +10,7 @@ import enum
 from collections.abc import Mapping
 
 from sao_jax.episode import BadPrompt, EnvironmentFailure, GraderFailure, InfrastructureFailure
-from sao_jax.errors import ConfigError
+from sao_jax.errors import ConfigError, RunError
 
 
 class Place(enum.Enum):
@@ -105,7 +105,7 @@ class NothingButBadPrompts(ConfigError):
     self.__cause__ = last
 
 
-class NothingButBadEvidence(RuntimeError):
+class NothingButBadEvidence(RunError):
   """So many rollouts in a row were filtered that the sampler is broken."""
 
   def __init__(self, filtered: int, last: BadEvidence):
@@ -113,7 +113,7 @@ class NothingButBadEvidence(RuntimeError):
     self.__cause__ = last
 
 
-class EnvironmentDown(RuntimeError):
+class EnvironmentDown(RunError):
   """One environment did nothing but fail for `rollout.outage_seconds`; the last failure is the cause.
 
   Attributes:
@@ -125,12 +125,12 @@ class EnvironmentDown(RuntimeError):
     attempts = f"all {failures} attempts" if failures > 1 else "the only attempt"
     super().__init__(
       f"environment {environment!r}: {attempts} in {seconds:.3g} s failed (rollout.outage_seconds), the last one "
-      f"with: {last}"
+      f"with: {last}. Bring it back: the same command goes on."
     )
     self.__cause__ = last
 
 
-class PromptsExhausted(RuntimeError):
+class PromptsExhausted(RunError):
   """The prompt iterator has ended and the rollouts left do not fill a batch."""
 
 
@@ -138,7 +138,7 @@ class LoopStopped(RuntimeError):
   """A batch was asked of a rollout loop that has been stopped."""
 
 
-class RolloutSilent(RuntimeError):
+class RolloutSilent(RunError):
   """Rollouts are in flight, yet nothing has happened for `training.watchdog_seconds`."""
 
 

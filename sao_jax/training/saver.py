@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from absl import logging
 
 from sao_jax.checkpoints.checkpointer import Checkpointer
+from sao_jax.errors import RunError
 from sao_jax.report.run_log import RunLog
 from sao_jax.training.experience import Experience
 from sao_jax.training.phases import CRITIC_PRETRAINED, HELDOUT_VARIANCE, POLICY_ORIGIN, Phase, Start
@@ -14,7 +15,7 @@ from sao_jax.training.rollouts import Rollouts
 from sao_jax.types import TrainState
 
 
-class Diverged(Exception):
+class Diverged(RunError):
   """Nothing can be updated any more: losses or gradients were not finite in many steps in a row."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import subprocess
 import sys
@@ -263,13 +264,16 @@ LAUNCHER = """
 import sys
 from absl import flags, logging
 from launch import _flags
-from sao_jax.errors import ConfigError
+from sao_jax.errors import ConfigError, RunError
 _FAIL = flags.DEFINE_boolean("fail", False, "Raise a ConfigError.")
+_END = flags.DEFINE_boolean("end", False, "Raise a RunError.")
 
 def main(config, workdir):
   logging.info("steps %d", config.training.steps)
   if _FAIL.value:
     raise ConfigError("mesh.tensor", "3 devices do not divide 4 heads.", "Choose a divisor.")
+  if _END.value:
+    raise RunError("the disk is full. Make room.") from OSError("28")
   return "anything"
 
 _flags.run(main)
@@ -306,6 +310,28 @@ def test_bad_input_is_one_screen_and_status_2(config_file, tmp_path, arguments, 
   assert done.returncode == 2
   assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 12
   assert done.stderr.count("error: ") == 1 and all(word in done.stderr for word in words)
+
+
+def test_a_run_that_ends_for_a_reason_outside_says_it_last_and_without_a_traceback(config_file, tmp_path):
+  done = launch(tmp_path, f"--config={config_file}", f"--workdir={tmp_path / 'run'}", "--end")
+  assert done.returncode == 1 and "Traceback" not in done.stderr
+  assert done.stderr.splitlines()[-1] == "error: the disk is full. Make room."
+
+
+def test_the_log_keeps_what_libraries_complain_of_but_not_their_tracebacks():
+  def told(path, level, name="absl", message="problem"):
+    record = logging.LogRecord(name, level, path, 1, message, (), (OSError, OSError("full"), None))
+    return _flags._is_told(record) and (record.exc_info is not None)
+
+  orbax = "/packages/orbax/checkpoint/future.py"
+  assert told(orbax, logging.ERROR) is False and told("/sao_jax/training/loop.py", logging.ERROR) is True
+  record = logging.LogRecord("absl", logging.ERROR, orbax, 1, "not written", (), None)
+  assert _flags._is_told(record)
+  assert not _flags._is_told(logging.LogRecord("absl", logging.INFO, orbax, 1, "saving", (), None))
+  lost = f"Task exception was never retrieved, defined at {orbax}"
+  assert not _flags._is_told(
+    logging.LogRecord("asyncio", logging.ERROR, "/lib/asyncio/base_events.py", 1, lost, (), None)
+  )
 
 
 def test_help_needs_no_config(tmp_path):

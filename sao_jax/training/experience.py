@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -146,7 +147,8 @@ class Experience:
       return None
     size, after = self._learner.config.rollout.batch_size, self._step - self._settings.demonstration_steps
     if after < 0:
-      return packed_batch(self._learner, self._demonstrations.batch(size))
+      demonstrations = [_as_of(version, trajectory) for trajectory in self._demonstrations.batch(size)]
+      return packed_batch(self._learner, demonstrations)
 
     # A fresh batch, which waits for rollouts, or one of the passes over those of before.
     if after % self._settings.passes == 0 or not len(self.store):
@@ -191,6 +193,12 @@ class Experience:
     self._shown = state["demonstrations"]
     if self._demonstrations is not None and self._shown is not None:
       self._demonstrations.prompts.set_state(self._shown)
+
+
+def _as_of(version: int, demonstration: Trajectory) -> Trajectory:
+  """Gives a demonstration the version of the step, so that metrics show no lag that there is not."""
+  versions = np.where(demonstration.action_mask, version, demonstration.policy_version).astype(np.int32)
+  return dataclasses.replace(demonstration, policy_version=versions)
 
 
 def make_experience(learner: Learner, make_rollouts: Callable[..., Rollouts], first_step: int) -> Experience:

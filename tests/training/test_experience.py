@@ -195,6 +195,7 @@ def test_every_rollout_is_accounted_for_and_costs_several_steps(runs):
   workdirs, _, _ = runs
   lines = [line for line in read_metrics(workdirs[0]) if "rollouts_submitted" in line]
   assert [line["step"] for line in lines] == list(range(1, 11))
+  assert {line["lag_max"] for line in lines} == {0}
   last = lines[-1]
   consumed = last["rollouts_trained"] + last["rollouts_masked"] + last["rollouts_in_training"]
   assert consumed == 3 * 8

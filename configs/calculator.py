@@ -49,9 +49,10 @@ def get_config() -> RunConfig:
       steps=800, batch_size=64, optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.0, warmup_steps=50)
     ),
     value_pretraining=ValuePretrainingConfig(
-      demonstration_steps=150,
-      min_steps=200,
-      max_steps=350,
+      demonstration_steps=250,
+      min_steps=310,
+      max_steps=310,
+      passes=2,
       optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0),
     ),
     evaluation=EvaluationConfig(every=50, prompts=500),

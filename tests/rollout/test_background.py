@@ -257,7 +257,8 @@ def test_a_killed_grader_process_costs_one_rollout_and_is_replaced():
     stats = loop.stats()
   pool.close()
   assert stats["trained"] == 16 and len(set(workers)) >= 3
-  assert stats["failed_infrastructure"] == stats["failed_infrastructure/GraderFailure"] <= len(set(workers)) - 1
+  failed = stats.get("failed_infrastructure/GraderFailure", 0)  # none where its end was known before it was asked
+  assert stats["failed_infrastructure"] == failed <= len(set(workers)) - 1
 
 
 def test_a_grader_that_hangs_costs_its_rollout_and_holds_up_nobody():

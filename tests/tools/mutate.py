@@ -214,6 +214,11 @@ def read_results(path: pathlib.Path) -> list[dict[str, Any]]:
   return results
 
 
+def _ends_whole(path: pathlib.Path) -> bool:
+  """Whether the last line is complete, or there is none."""
+  return path.read_bytes()[-1:] in (b"", b"\n")
+
+
 def main(arguments: Sequence[str]) -> None:
   """Judges a sample of mutants, and prints the table."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -246,7 +251,7 @@ def main(arguments: Sequence[str]) -> None:
         break
       result = judge(mutant)
       with options.results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(result) + "\n")
+        file.write("\n" * (not _ends_whole(options.results)) + json.dumps(result) + "\n")
       _say(f"{number}/{len(left)} {result['outcome']} in {result['seconds']:.0f} s: {mutant.name}")
 
   results = [result for result in read_results(options.results) if result["mutant"] in {each.name for each in chosen}]

@@ -46,8 +46,7 @@ def test_a_run_goes_on_with_the_warm_up_that_it_began_with(tmp_path, warm_up, go
   """After five steps, the first of the critic alone, the checkpoint has version 4."""
   config = training_toy.replace(training_toy.get_config(), algorithm={"critic_warmup_steps": warm_up})
   learner = setup.make_learner(config, tuple(jax.devices()[:1]))
-  network = types.SimpleNamespace(params={})
-  state = types.SimpleNamespace(policy=network, policy_version=jnp.int32(4))
+  state = setup.abstract_state(learner).replace(policy_version=jnp.int32(4))
   checkpoint = newest(5, state, {"rollouts": "rollouts", "explained_variance": [0.0] * 5})
   going_on = lambda: phases.restore_or_begin(
     config, learner, tmp_path, phases.reinforcement_learning(config), checkpoint
@@ -63,7 +62,7 @@ def test_a_run_goes_on_with_the_warm_up_that_it_began_with(tmp_path, warm_up, go
 
 def newest(step, state, host_state):
   """A checkpointer whose newest checkpoint is this."""
-  return types.SimpleNamespace(restore=lambda abstract: Restored(step, state, host_state))
+  return types.SimpleNamespace(restore=lambda abstract, **older: Restored(step, state, host_state))
 
 
 def test_a_run_that_goes_on_forgets_what_later_steps_had_consumed(tmp_path):

@@ -29,6 +29,7 @@ OUTAGE = "SAO_JAX_SOAK_OUTAGE"  # the environment variable with the file's path
 TIMEOUT = 0.4  # seconds that an environment's call may take
 MINUTE = 60.0
 CONTEXT = 32
+CHECKED = 64  # a data set that begins with such a prompt is refused at the start
 
 # Shares of the prompts. `unstorable_prompt` and `long_prompt` are faults of the data, the rest of the environment.
 RATES = {
@@ -154,7 +155,7 @@ class FaultyPrompts(Sequence[Prompt]):
       raise IndexError(index)
     key = PromptKey(self._name, int(index), 0)
     data = {"number": int(index) % 8 + self._offset}
-    if fault_of(key) == "unstorable_prompt":
+    if index >= CHECKED and fault_of(key) == "unstorable_prompt":
       data["labels"] = {"a set", "is no JSON"}
     return Prompt(key, data)
 

@@ -10,6 +10,7 @@ EXTRAS = {
   "parity": ["torch==2.13.0", "transformers==5.24.0"],  # what the parity tests compare with, to the digit
   "envs": ["reasoning-gym>=0.1.23,<0.2", "math-verify>=0.8,<1"],
   "report": ["matplotlib>=3.9,<4", "tensorboardX>=2.6.2,<3", "jinja2>=3.1,<4"],
+  "cuda": ["jax[cuda13]>=0.10.2,<0.12"],
   "tpu": ["jax[tpu]>=0.10.2,<0.12"],
   "aot": ["libtpu>=0.0.30,<0.1"],
   "notebooks": ["ipykernel>=6.29,<8", "nbclient>=0.10,<1", "nbformat>=5.10,<6"],

@@ -9,6 +9,7 @@ their field wants it, so that an unknown field or a value of the wrong type is r
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging as python_logging
 import os
@@ -119,6 +120,30 @@ def run(
   raise AssertionError("absl ends the program")
 
 
+def run_tool(main: Callable[[], Any], *, example: str) -> NoReturn:
+  """Runs a program without a configuration: its own flags, and the errors, help and statuses of `run`; never returns.
+
+  `example` is a flag of it, to show how flags are written.
+  """
+  app.define_help_flags()
+  try:
+    if _asks_for_help(sys.argv):
+      _show_help(sys.argv[:1], flags.FLAGS)
+    _read_flags(sys.argv, flags.FLAGS, example)
+  except ConfigError as error:
+    refuse(error)
+
+  def start(_: Sequence[str]) -> None:
+    set_up_logging()
+    try:
+      main()
+    except ConfigError as error:
+      refuse(error)
+
+  app.run(start, argv=sys.argv[:1], flags_parser=lambda argv: argv)
+  raise AssertionError("absl ends the program")
+
+
 def leave(status: int) -> None:
   """Ends the program; unless the work is done, without waiting for what still compiles, or complains, in threads."""
   if status:
@@ -160,19 +185,14 @@ def read(
   flags.DEFINE_string("workdir", None, "Directory of checkpoints, metrics and reports.", flag_values=flag_values)
   flags.DEFINE_integer("seed", None, "Sets training.seed.", lower_bound=0, flag_values=flag_values)
   app.define_help_flags()
-  path, asked = _flag_value(argv, "config"), [argument for argument in argv if argument in _HELP]
-  if asked:
-    _show_help(argv[:1] + asked[:1], flag_values, RunConfig(environment=None) if path is None else load_config(path))
+  path = _flag_value(argv, "config")
+  if _asks_for_help(argv):
+    _show_help(argv[:1], flag_values, RunConfig(environment=None) if path is None else load_config(path))
   unchanged = load_config(path) if path is not None else _recorded(argv, viewing=viewing, configured=configured)
 
   # What is left of the command line once the fields are taken out is for absl.
   overrides, rest = _take_overrides(argv, unchanged)
-  try:
-    left_over = flag_values(rest)[1:]
-  except flags.Error as error:
-    raise _flag_error(error) from error
-  if left_over:
-    raise ConfigError("command line", f"unexpected {left_over[0]!r}.", "Flags begin with --, as in --workdir=runs/a.")
+  _read_flags(rest, flag_values, "--workdir=runs/a")
   if flag_values["seed"].value is not None:
     overrides["training.seed"] = flag_values["seed"].value
   config = with_folder_shape(config_tree.replace(unchanged, overrides), overrides)
@@ -235,12 +255,40 @@ def check_writable(workdir: str) -> None:
     raise ConfigError("--workdir", f"cannot write to {workdir}: {error.strerror}.", remedy) from error
 
 
-def _show_help(argv: Sequence[str], flag_values: flags.FlagValues, config: RunConfig) -> NoReturn:
-  """Has absl print the flags, which ends the program; on the way out, prints the fields of the configuration."""
+def check_output(path: str) -> None:
+  """Refuses an --output that cannot be made, before any work. Raises ConfigError."""
+  parent = expand(path).parent
   try:
-    flag_values(argv)
-  finally:
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=parent):
+      pass
+    with contextlib.suppress(FileNotFoundError):
+      os.lstat(expand(f"{path}.unfinished"))  # a name that is too long is found out here
+  except OSError as error:
+    raise ConfigError("--output", f"cannot write {path}: {error.strerror}.", "Name a place to write to.") from error
+
+
+def _asks_for_help(argv: Sequence[str]) -> bool:
+  return any(argument in _HELP for argument in argv)
+
+
+def _show_help(argv: Sequence[str], flag_values: flags.FlagValues, config: RunConfig | None = None) -> NoReturn:
+  """Prints what absl says of the flags, then the fields of the configuration; ends the program, which has done it."""
+  with contextlib.suppress(SystemExit):  # absl's, with the status of a failure
+    flag_values([*argv, "--help"])
+  if config is not None:
     sys.stdout.write(f"\nFields of --config, to be set as in --config.training.steps=5:\n\n{listing(config)}")
+  sys.exit(0)
+
+
+def _read_flags(argv: Sequence[str], flag_values: flags.FlagValues, example: str) -> None:
+  """Has absl read the flags. Raises ConfigError for one that is unknown or wrong, and for what is no flag."""
+  try:
+    left_over = flag_values(argv)[1:]
+  except flags.Error as error:
+    raise _flag_error(error) from error
+  if left_over:
+    raise ConfigError("command line", f"unexpected {left_over[0]!r}.", f"Flags begin with --, as in {example}.")
 
 
 def _flag_value(argv: Sequence[str], flag: str) -> str | None:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 
 import jax
 import rich.console
-from absl import app, flags, logging
+from absl import flags, logging
 
+from launch import _flags
 from sao_jax.benchmarks.scale import FULL, QUICK
 from sao_jax.benchmarks.suites import SUITES, machine, tables
 from sao_jax.report.metrics import to_json
@@ -40,10 +40,8 @@ flags.register_validator(
 )
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
   """Runs the suites and prints their figures."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected {argv[1]!r}; flags begin with --, as in --suite={next(iter(SUITES))}")
   if _CPU_DEVICES.value:
     jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
   logging.set_verbosity(logging.WARNING)
@@ -60,4 +58,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  _flags.run_tool(main, example=f"--suite={next(iter(SUITES))}")

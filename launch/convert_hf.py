@@ -6,7 +6,7 @@ python -m launch.convert_hf --checkpoint=runs/a/train --output=models/trained [-
 
 from __future__ import annotations
 
-from absl import app, flags
+from absl import flags
 
 from launch import _flags
 from sao_jax.errors import ConfigError
@@ -21,22 +21,17 @@ _NETWORK = flags.DEFINE_enum("network", "policy", ["policy", "critic"], "Which n
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; by default the newest.")
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Converts in the direction that --hf or --checkpoint gives."""
-  _flags.set_up_logging()
-  try:
-    if len(argv) > 1:
-      raise ConfigError("command line", f"unexpected {argv[1]!r}.", "Flags begin with --, as in --output=models/a.")
-    if (_HF.value is None) == (_CHECKPOINT.value is None):
-      raise ConfigError("--hf", "give either it or --checkpoint.", "Pass one of them: what is to be converted.")
-    if _HF.value is not None:
-      convert.to_checkpoint(_HF.value, _OUTPUT.value, dtype=_DTYPE.value or "float32")
-    else:
-      options = {"base": _BASE.value, "network": _NETWORK.value, "dtype": _DTYPE.value, "step": _STEP.value}
-      convert.to_hf(_CHECKPOINT.value, _OUTPUT.value, **options)
-  except ConfigError as error:
-    _flags.refuse(error)
+  if (_HF.value is None) == (_CHECKPOINT.value is None):
+    raise ConfigError("--hf", "give either it or --checkpoint.", "Pass one of them: what is to be converted.")
+  _flags.check_output(_OUTPUT.value)
+  if _HF.value is not None:
+    convert.to_checkpoint(_HF.value, _OUTPUT.value, dtype=_DTYPE.value or "float32")
+  else:
+    options = {"base": _BASE.value, "network": _NETWORK.value, "dtype": _DTYPE.value, "step": _STEP.value}
+    convert.to_hf(_CHECKPOINT.value, _OUTPUT.value, **options)
 
 
 if __name__ == "__main__":
-  app.run(main)
+  _flags.run_tool(main, example="--output=models/a")

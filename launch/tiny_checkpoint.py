@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from launch import _flags
 from sao_jax.environments.reasoning_gym import INSTRUCTION
@@ -22,50 +22,46 @@ CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.conten
 WORDS = (INSTRUCTION, "State the final answer to the following arithmetic problem: 4 + 3 =", "system user assistant")
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Writes the folder, whole or not at all."""
-  _flags.set_up_logging()
+  output = os.path.expanduser(_OUTPUT.value).rstrip("/")
+  if os.path.exists(output):
+    raise ConfigError("--output", f"{output} is there already.", "Use it as it is, or name a new folder.")
+  _flags.check_output(output)
   try:
-    if len(argv) > 1:
-      raise ConfigError("command line", f"unexpected {argv[1]!r}.", "Flags begin with --, as in --output=models/tiny.")
-    if os.path.exists(_OUTPUT.value):
-      raise ConfigError("--output", f"{_OUTPUT.value} is there already.", "Use it as it is, or name a new folder.")
-    try:
-      import torch
-      import transformers
-      from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-      raise ConfigError("launch.tiny_checkpoint", f"{error}.", 'Run: pip install -e ".[parity]"') from error
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+  except ImportError as error:
+    raise ConfigError("launch.tiny_checkpoint", f"{error}.", 'Run: pip install -e ".[parity]"') from error
 
-    # A byte-level tokenizer that knows the words of the arithmetic task, so that its prompts become short.
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet, names = pre_tokenizers.ByteLevel.alphabet(), [PAD, START, END]
-    trainer = trainers.BpeTrainer(vocab_size=384, initial_alphabet=alphabet, special_tokens=names, show_progress=False)
-    tokenizer.train_from_iterator(WORDS, trainer)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
-    fast.chat_template = CHATML
+  # A byte-level tokenizer that knows the words of the arithmetic task, so that its prompts become short.
+  tokenizer = Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+  alphabet, names = pre_tokenizers.ByteLevel.alphabet(), [PAD, START, END]
+  trainer = trainers.BpeTrainer(vocab_size=384, initial_alphabet=alphabet, special_tokens=names, show_progress=False)
+  tokenizer.train_from_iterator(WORDS, trainer)
+  fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
+  fast.chat_template = CHATML
 
-    # Everything goes into a folder of another name first.
-    unfinished = f"{_OUTPUT.value.rstrip('/')}.unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    fast.save_pretrained(unfinished)
+  # Everything goes into a folder of another name first.
+  unfinished = f"{output}.unfinished"
+  shutil.rmtree(unfinished, ignore_errors=True)
+  fast.save_pretrained(unfinished)
 
-    # A small model that has all parts of a real one: two layers, four experts, grouped queries.
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-      vocab_size=len(fast), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-      head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, max_position_embeddings=1024,
-      norm_topk_prob=True, eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id,
-    )  # fmt: skip
-    model = transformers.Qwen3MoeForCausalLM(config)
-    model.save_pretrained(unfinished)
+  # A small model that has all parts of a real one: two layers, four experts, grouped queries.
+  torch.manual_seed(0)
+  config = transformers.Qwen3MoeConfig(
+    vocab_size=len(fast), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, max_position_embeddings=1024,
+    norm_topk_prob=True, eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id,
+  )  # fmt: skip
+  model = transformers.Qwen3MoeForCausalLM(config)
+  model.save_pretrained(unfinished)
 
-    os.replace(unfinished, _OUTPUT.value)
-    logging.info("Wrote %s: %d parameters, %d tokens.", _OUTPUT.value, model.num_parameters(), len(fast))
-  except ConfigError as error:
-    _flags.refuse(error)
+  os.replace(unfinished, output)
+  logging.info("Wrote %s: %d parameters, %d tokens.", output, model.num_parameters(), len(fast))
 
 
 if __name__ == "__main__":
-  app.run(main)
+  _flags.run_tool(main, example="--output=models/tiny")

@@ -362,7 +362,8 @@ def _batches(config: RunConfig) -> Iterator[ConfigError]:
   # The largest batch fits even if every trajectory fills a context. Those whose history is rewritten may be longer: a
   # batch that needs more rows gets them, at the price of another compilation.
   rows, longest, context = max(rollout.row_counts), max(rollout.row_lengths), config.sampler.context_length
-  fit, batch = rows * (longest // context), max(rollout.batch_size, config.sft.batch_size)
+  demonstrated = config.sft.batch_size if hasattr(config.environment, "demonstration") else 0
+  fit, batch = rows * (longest // context), max(rollout.batch_size, demonstrated)
   if fit < batch:
     yield ConfigError(
       "rollout.row_counts",

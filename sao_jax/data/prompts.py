@@ -49,6 +49,21 @@ class _Items(Sequence):
       return problem
 
 
+def check_prompts_of(source: Any) -> None:
+  """Refuses what an environment may return by mistake for its prompts; looks at the first one.
+
+  Raises:
+    ConfigError: there is no random access to it, or it holds something else.
+  """
+  remedy = "Return a list of sao_jax.episode.Prompt(PromptKey(name, number, 0), {...}), or what behaves like one."
+  if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+    kind = type(source).__name__
+    raise ConfigError("environment", f"prompts() returned a {kind}, which has no length or no index.", remedy)
+  first = _Items(source)[0] if len(source) else None
+  if not (first is None or isinstance(first, Prompt | BadPrompt)):
+    raise ConfigError("environment", f"prompts() holds a {type(first).__name__}, not a Prompt.", remedy)
+
+
 class PromptIterator:
   """Prompts in the pipeline's order; `get_state` is JSON and restores the exact position.
 
@@ -132,6 +147,7 @@ def make_prompt_iterator(
   """
   import grain
 
+  check_prompts_of(source)
   index, count = shard
   if not 0 <= index < count:
     raise ConfigError("shard", f"There is no shard {index} of {count}.", "Use 0 <= index < count.")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from absl import logging
 
 from sao_jax.config import RunConfig
+from sao_jax.data.prompts import check_prompts_of
 from sao_jax.episode import BadPrompt, EnvironmentFailure, Prompt, Trajectory
 from sao_jax.evaluation.event_loop import run_in_background
 from sao_jax.interrupt import StopSignal
@@ -162,7 +163,9 @@ def check_prompts(config: RunConfig) -> None:
 
   async def check(split: str, seed: int) -> None:
     clock = LoopClock().start()
-    prompts, bad = read_prompts(config.environment.prompts(tokenizer, split, seed), CHECKED_PROMPTS)
+    source = config.environment.prompts(tokenizer, split, seed)
+    check_prompts_of(source)
+    prompts, bad = read_prompts(source, CHECKED_PROMPTS)
     looked_at = len(prompts) + len(bad)
     for prompt in prompts:
       check_prompt(prompt)

@@ -43,7 +43,14 @@ from sao_jax.training.saver import Saver, say_interrupted
 from sao_jax.types import PyTree, TrainState
 
 # Shown beside the progress of a phase.
-FACTS = {"reward": "reward_mean", "lag": "lag_mean", "buffer": "rollouts_buffered", "ev": "explained_variance"}
+FACTS = {
+  "reward": "reward_mean",
+  "lag": "lag_mean",
+  "buffer": "rollouts_buffered",
+  "ev": "explained_variance",
+  "failed": "rollouts_failed_environment",
+  "outages": "rollouts_failed_infrastructure",
+}
 
 
 @dataclasses.dataclass(frozen=True)

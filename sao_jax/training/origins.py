@@ -60,6 +60,19 @@ def policy_origin(config: RunConfig, workdir: pathlib.Path, earlier: Sequence[st
   return Origin(folder, None if is_hf_folder(folder) else latest_step(folder))
 
 
+def critic_origin(config: RunConfig, workdir: pathlib.Path, phase: str, policy: Origin) -> Origin | None:
+  """Finds the trained critic that a phase takes over; None without one.
+
+  RL goes on from the critic of value pretraining. A policy that comes from another run (model.checkpoint) brings the
+  critic that stands beside it.
+  """
+  pretrained = workdir / "value_pretraining"
+  if phase == "train" and (step := latest_step(pretrained)) is not None:
+    return Origin(pretrained, step)
+  of_other_run = policy.step is not None and policy.folder == expand(config.model.checkpoint)
+  return policy if of_other_run and (policy.folder / str(policy.step) / "critic").is_dir() else None
+
+
 def warn_without_imitation(workdir: pathlib.Path, origin: Origin) -> None:
   """Warns of a policy that begins RL, or is rolled out for the critic, without having learned anything."""
   if origin.folder is None:

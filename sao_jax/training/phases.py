@@ -23,6 +23,7 @@ from sao_jax.models.critic import critic_params_from_policy
 from sao_jax.models.lora import merge_lora
 from sao_jax.training.origins import (
   Origin,
+  critic_origin,
   latest_step,
   policy_origin,
   warn_if_overtaken,
@@ -202,12 +203,24 @@ def _initial_critic(
     return None
   specs = learner.critic.specs
 
-  # RL goes on from the pretrained critic.
-  if critic_pretrained(workdir, phase):
-    params = load_params(workdir / VALUE_PRETRAINING, "critic", sharded_specs(specs, learner.layout))
-    folder = workdir / VALUE_PRETRAINING
-    logging.info("The critic begins from %s.", Origin(folder, latest_step(folder)))
-    _warn_of_unfinished_value_pretraining(config, workdir)
+  # One that was trained before, here or beside the policy of another run.
+  origin = _critic_origin(config, workdir, phase)
+  if origin is not None:
+    own = origin.folder == workdir / VALUE_PRETRAINING
+    try:
+      params = load_params(origin.folder, "critic", sharded_specs(specs, learner.layout), step=origin.step)
+    except ConfigError as error:
+      if own:
+        raise
+      remedy = (
+        "Use that run's algorithm.value_head, or name a folder with its policy alone: launch.convert_hf makes one."
+      )
+      raise ConfigError(
+        "model.checkpoint", f"the critic beside that policy does not fit: {error.problem}", remedy
+      ) from error
+    logging.info("The critic begins from %s.", origin)
+    if own:
+      _warn_of_unfinished_value_pretraining(config, workdir)
     return params
 
   # Otherwise the critic is a copy of the policy, with a new head.
@@ -224,9 +237,16 @@ def _initial_critic(
   )
 
 
-def critic_pretrained(workdir: pathlib.Path, phase: Phase) -> bool:
-  """Tells if a phase that begins takes over a critic that was trained before."""
-  return phase.name == TRAIN and latest_step(workdir / VALUE_PRETRAINING) is not None
+def critic_pretrained(config: RunConfig, workdir: pathlib.Path, phase: Phase) -> bool:
+  """Tells if RL that begins takes over a critic that was trained before."""
+  return phase.name == TRAIN and _critic_origin(config, workdir, phase) is not None
+
+
+def _critic_origin(config: RunConfig, workdir: pathlib.Path, phase: Phase) -> Origin | None:
+  """Finds the trained critic that a phase takes over, see `critic_origin`; None for methods without a critic."""
+  if not config.algorithm.needs_critic:
+    return None
+  return critic_origin(config, workdir, phase.name, policy_origin(config, workdir, _earlier(phase)))
 
 
 def began_pretrained(host_state: Mapping[str, Any]) -> bool:
@@ -263,7 +283,7 @@ def restore_or_begin(
     return Start(
       0,
       initial_state(config, learner, workdir, phase),
-      critic_pretrained=critic_pretrained(workdir, phase),
+      critic_pretrained=critic_pretrained(config, workdir, phase),
       policy_origin=policy_origin(config, workdir, _earlier(phase)).name,
     )
 

@@ -37,6 +37,12 @@ class Toy:
     raise AssertionError("validation reads no prompts")
 
 
+@dataclasses.dataclass(frozen=True)
+class Demonstrated(Toy):
+  def demonstration(self, prompt, tokenizer, rng):
+    raise AssertionError("validation asks for no demonstration")
+
+
 @dataclasses.dataclass
 class Unfrozen:
   name: str = "toy"
@@ -139,7 +145,6 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
     ({"algorithm.micro_batches": 3}, "rollout.row_counts", "32 rows do not divide into 3", "algorithm.micro_batches"),
     ({"mesh.data": 16, "mesh.fsdp": 4}, "rollout.row_counts", "on 64 batch shards", "mesh.data"),
     ({"rollout.row_counts": (32, 64)}, "rollout.row_counts", "hold 64 trajectories", "larger row count"),
-    ({"sft.batch_size": 256}, "rollout.row_counts", "a batch has 256", "sft.batch_size"),
     ({"rollout.placement": "split"}, "rollout.sampler_devices", "0 of 8 local devices", "placement='shared'"),
     (
       {"rollout.placement": "split", "rollout.sampler_devices": 8},
@@ -413,3 +418,10 @@ def test_an_environment_that_fails_or_hangs_does_not_stop_the_check_of_prompts()
 
   config = dataclasses.replace(training_toy.get_config(), environment=Spec())
   check_prompts(training_toy.replace(config, rollout={"environment_timeout": 0.01}))
+
+
+def test_a_batch_of_demonstrations_counts_where_there_are_any():
+  sizes = {"rollout.batch_size": 4, "sft.batch_size": 4096}
+  validate(config_tree.replace(VALID, sizes), training=True)
+  with pytest.raises(ConfigError, match=r"(?s)rollout.row_counts: .* a batch has 4096.*sft.batch_size"):
+    validate(config_tree.replace(RunConfig(environment=Demonstrated()), sizes), training=True)

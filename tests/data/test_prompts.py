@@ -132,3 +132,19 @@ def test_split_is_a_fixed_hash_of_the_text():
   assert len(heldout) / len(texts) == pytest.approx(0.1, abs=0.02)
   # From sha256 of the text, so the same in every process, version and seed.
   assert [number for number in range(40) if split_of(str(number)) == "heldout"] == [9, 39]
+
+
+@pytest.mark.parametrize(
+  "prompts, problem",
+  [
+    ([{"question": "1+1"}], "prompts\\(\\) holds a dict, not a Prompt"),
+    (["1+1"], "holds a str"),
+    ((prompt for prompt in source(2)), "returned a generator, which has no length"),
+    (None, "returned a NoneType"),
+    ([], "The source of prompts is empty"),
+  ],
+)
+def test_what_is_no_source_of_prompts_is_refused_by_name(prompts, problem):
+  with pytest.raises(ConfigError, match=problem) as error:
+    make_prompt_iterator(prompts, seed=0)
+  assert error.value.field in ("environment", "prompts") and error.value.remedy

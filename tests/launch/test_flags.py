@@ -335,7 +335,8 @@ def test_the_log_keeps_what_libraries_complain_of_but_not_their_tracebacks():
 
 
 def test_help_needs_no_config(tmp_path):
-  done = launch(tmp_path, "--help")
+  done = launch(tmp_path, "-h")
+  assert done.returncode == 0
   text = done.stdout + done.stderr
   assert "--workdir" in text and "--seed" in text and "--config" in text and "--[no]fail" in text
   assert "Traceback" not in text

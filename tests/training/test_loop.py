@@ -17,6 +17,7 @@ from sao_jax.algorithm.train_step import make_train_step
 from sao_jax.checkpoints.checkpointer import Checkpointer, load_host_state
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.episode import EnvironmentFailure
+from sao_jax.errors import ConfigError
 from sao_jax.evaluation import fixed_policy
 from sao_jax.learner import placement, sampler_side, setup
 from sao_jax.learner.packing import pack, shard_batch
@@ -184,6 +185,23 @@ def test_a_finished_phase_stays_finished_and_says_so_before_anything_is_compiled
   assert f"train: all steps are done ({result.step}), there is nothing left to do." in said
   for a, b in zip(leaves(again.state), leaves(result.state)):
     np.testing.assert_array_equal(a, b)
+
+
+def test_a_policy_of_another_run_brings_its_critic(finished, tmp_path):
+  config, workdir, result = finished
+  other = training_toy.replace(config, model={"checkpoint": str(workdir / "train")})
+  learner, phase = setup.make_learner(other), phases.reinforcement_learning(other)
+  begun = phases.initial_state(other, learner, tmp_path, phase)
+  for name in ("policy", "critic"):
+    for a, b in zip(leaves(getattr(begun, name).params), leaves(getattr(result.state, name).params), strict=True):
+      np.testing.assert_array_equal(a, b)
+  assert phases.critic_pretrained(other, tmp_path, phase) and not phases.critic_pretrained(config, tmp_path, phase)
+  # Imitation has no critic; one with another head is no start.
+  imitated = training_toy.replace(config, model={"checkpoint": str(workdir / "sft")})
+  assert not phases.critic_pretrained(imitated, tmp_path, phase)
+  bins = training_toy.replace(other, algorithm={"value_head": "hl_gauss"})
+  with pytest.raises(ConfigError, match="(?s)model.checkpoint: the critic beside .* launch.convert_hf"):
+    phases.initial_state(bins, setup.make_learner(bins), tmp_path, phase)
 
 
 def test_a_checkpoint_of_another_model_is_refused(finished):

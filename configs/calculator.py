@@ -52,7 +52,6 @@ def get_config() -> RunConfig:
       demonstration_steps=250,
       min_steps=310,
       max_steps=310,
-      passes=2,
       optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0),
     ),
     evaluation=EvaluationConfig(every=50, prompts=500),

@@ -242,7 +242,7 @@ class ValuePretrainingConfig:
   demonstration_steps: NonNegativeInt = 0  # the first so many steps are on demonstrations, which cost no rollouts
   min_steps: NonNegativeInt = 50  # of all steps, before a plateau may end the phase
   max_steps: NonNegativeInt = 500
-  passes: PositiveInt = 4  # over every rollout: a step on a fresh batch, then passes - 1 steps on the store
+  passes: PositiveInt = 2  # over every rollout: a step on a fresh batch, then passes - 1 steps on the store
   store_trajectories: PositiveInt = 4096  # the newest ones, in the host's memory and in checkpoints: ~ 20 bytes a token
   heldout_fraction: Annotated[float, "[0, 1)"] = 0.125  # of the prompts: their rollouts are stored, and not trained on
   evaluate_every: PositiveInt = 10  # steps between two measurements of the explained variance of what is held out

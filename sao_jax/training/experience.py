@@ -1,4 +1,4 @@
-"""What value pretraining trains on: demonstrations, then rollouts of the frozen policy, each of them several times.
+"""The batches of value pretraining: demonstrations, then rollouts of the frozen policy, each of them several times.
 
 The policy never changes, so its rollouts never grow stale: every fresh batch is followed by steps on a bounded store of
 the newest ones. The rollouts of some prompts are held out, to measure the critic by.
@@ -130,7 +130,7 @@ class Experience:
 
   @property
   def waits(self) -> Waits:
-    """What the trainer waits for."""
+    """The trainer's waits, by their names."""
     return self._rollouts.waits
 
   def __enter__(self) -> Experience:

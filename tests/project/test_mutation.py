@@ -126,7 +126,7 @@ def test_a_fault_stands_in_the_copy_only_while_its_tests_run(folder, fault, monk
 def test_a_test_that_fails_without_the_fault_too_ends_the_run(folder, fault, monkeypatch):
   broken = lambda folder, files, seconds: (mutate.CAUGHT, f"FAILED {files[0]}::test", 1.0)
   monkeypatch.setattr(mutate, "run_tests", broken)
-  with pytest.raises(SystemExit, match=r"without any fault tests/upper/test_of_file.py has caught"):
+  with pytest.raises(SystemExit, match=r"without any fault tests/upper/test_of_file.py has failed"):
     mutate.Judge(folder, 60.0)(fault)
   assert (folder / "sao_jax/upper/file.py").read_text(encoding="utf-8") == SOURCE
 

@@ -29,7 +29,9 @@ def annotated(module: types.ModuleType):
       continue
     if isinstance(value, type):
       yield value
-      yield from (method for method in vars(value).values() if isinstance(method, types.FunctionType))
+      methods = (method for method in vars(value).values() if isinstance(method, types.FunctionType))
+      # What dataclasses generate repeats the annotations of fields, which a base class in another module may have.
+      yield from (method for method in methods if method.__code__.co_filename != "<string>")
     elif callable(value) and isinstance(inspect.unwrap(value), types.FunctionType):
       yield inspect.unwrap(value)
 

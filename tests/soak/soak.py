@@ -246,6 +246,11 @@ def soak(
   flags: Sequence[str] = (),
 ) -> dict:
   """Runs for about so many seconds, or to the end of the events; returns what happened, and the last counters."""
+  # A shell ignores some signals for what it runs in the background, and programs would inherit that.
+  for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+      signal.signal(number, signal.SIG_DFL)
+
   run = Soak(workdir, workdir.with_name(workdir.name + ".outage"), outage_seconds, tuple(flags))
   ends = time.monotonic() + seconds
   try:

@@ -127,6 +127,12 @@ def rows_multiple(learner: Learner) -> int:
   return learner.config.algorithm.micro_batches * learner.layout.shards("batch")
 
 
+def micro_batches(learner: Learner, rows: int) -> int:
+  """Returns the parts in which a batch is computed: for more `rows` than any of `rollout.row_counts`, more of them."""
+  largest = max(learner.config.rollout.row_counts) * data_process_count()
+  return learner.config.algorithm.micro_batches * max(1, -(-rows // largest))
+
+
 def init_sharded(specs: PyTree, layout: Layout, seed: int) -> PyTree:
   """Creates initial parameters on the mesh."""
   shardings = layout.param_shardings(specs)
@@ -192,10 +198,8 @@ def make_step(learner: Learner, *, update_policy: bool = True, rows: int = 0) ->
 
   For batches of more `rows` than any of `rollout.row_counts`, it has as many times more micro-batches.
   """
-  algorithm, largest = learner.config.algorithm, max(learner.config.rollout.row_counts) * data_process_count()
-  algorithm = dataclasses.replace(algorithm, micro_batches=algorithm.micro_batches * max(1, -(-rows // largest)))
   return make_train_step(
-    algorithm,
+    dataclasses.replace(learner.config.algorithm, micro_batches=micro_batches(learner, rows)),
     learner.policy,
     learner.critic,
     update_policy=update_policy,

@@ -9,11 +9,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from sao_jax.algorithm.advantage import value_targets
+from sao_jax.algorithm.network import map_micro_batches
 from sao_jax.algorithm.tokens import token_values, trained_tokens
 from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.episode import Trajectory
 from sao_jax.learner.batches import packed_batch
-from sao_jax.learner.setup import Learner
+from sao_jax.learner.setup import Learner, micro_batches
 from sao_jax.report.run_log import RunLog
 from sao_jax.training.phases import HELDOUT_VARIANCE
 from sao_jax.types import PyTree, TrainState, TrajectoryBatch
@@ -60,11 +61,15 @@ Reader = Callable[[PyTree, TrajectoryBatch], tuple[Float[Array, "B T"], Float[Ar
 
 
 def make_reader(learner: Learner) -> Reader:
-  """Returns the jitted `(critic parameters, rows) -> (values, targets, mask)`, all of them token-aligned."""
+  """Returns the jitted `(critic parameters, rows) -> (values, targets, mask)`, all of them token-aligned.
+
+  In micro-batches like a train step, so that it needs no more memory for activations.
+  """
   algorithm, critic, head = learner.config.algorithm, learner.critic, make_value_head(learner.config.algorithm)
 
   def read(params: PyTree, rows: TrajectoryBatch) -> tuple[Array, Array, Array]:
-    values = head.values(critic.apply(params, rows))
+    parts = micro_batches(learner, rows.token_ids.shape[0])
+    values = map_micro_batches(lambda part: head.values(critic.apply(params, part)), rows, parts)
     counted = trained_tokens(rows.replace(loss_mask=rows.action_mask), algorithm.truncation)  # held out, not over age
     return token_values(values, rows), value_targets(algorithm, rows, values), counted
 

@@ -43,7 +43,8 @@ def is_heldout(key: PromptKey, fraction: float) -> bool:
 class Store:
   """The newest trajectories of prompts that are trained on, and the first ones of those that are held out.
 
-  What is held out stays, since measurements of one set can be compared.
+  What is held out stays, since measurements of one set can be compared. The experts that the sampler recorded are left
+  out: they take many times the bytes of the tokens, and the critic has routers of its own.
   """
 
   def __init__(self, size: int, heldout_fraction: float):
@@ -62,7 +63,7 @@ class Store:
 
   def add(self, trajectories: Sequence[Trajectory]) -> None:
     """Keeps trajectories, each on the side of its prompt."""
-    for trajectory in trajectories:
+    for trajectory in (dataclasses.replace(each, routed_experts=None) for each in trajectories):
       if not is_heldout(trajectory.key, self._fraction):
         self._trained.append(trajectory)
       elif len(self.heldout) < self._most_heldout:

@@ -20,6 +20,7 @@ from sao_jax.checkpoints.host_state import decode, encode
 from sao_jax.episode import PromptKey
 from sao_jax.errors import ConfigError
 from sao_jax.learner import placement, setup
+from sao_jax.learner.packing import pack
 from sao_jax.report.metrics import read_metrics
 from sao_jax.training import loop, phases
 from sao_jax.training.demonstrations import Demonstrations
@@ -89,6 +90,16 @@ def test_the_store_survives_a_checkpoint():
     np.testing.assert_array_equal(a.token_ids, b.token_ids)
 
 
+def test_the_store_keeps_no_recorded_experts():
+  """A model of many layers records a hundred times the bytes of a token, and the critic does not read them."""
+  experts = lambda t: np.zeros((len(t), 2, 1), np.int16)
+  store = Store(16, FRACTION)
+  store.add([dataclasses.replace(t, routed_experts=experts(t)) for t in numbered(30)])
+  assert store.heldout and all(
+    t.routed_experts is None for t in [*store.heldout, *store.draw(16, np.random.default_rng(0))]
+  )
+
+
 def test_demonstrations_leave_out_what_is_held_out():
   config = training_toy.get_config()
   demonstrations = Demonstrations(config, phases.VALUE_PRETRAINING, leave_out=lambda key: is_heldout(key, 0.5))
@@ -114,6 +125,22 @@ def test_explained_variance_of_what_is_held_out_is_that_of_all_its_tokens():
   assert sorted(targets[mask]) == sorted(rewards)
   np.testing.assert_allclose(got, 1 - np.var((targets - values)[mask]) / np.var(rewards), rtol=1e-5)
   assert np.isnan(heldout_variance(learner, read, params, [dataclasses.replace(TRAJECTORIES[0], reward=1.0)]))
+
+
+def test_what_is_held_out_is_read_in_micro_batches():
+  """Also a batch of more rows than are configured: it needs no more memory for activations than a train step."""
+  config = training_toy.replace(training_toy.get_config(), algorithm={"micro_batches": 4})
+  learner, seen = setup.make_learner(config, tuple(jax.devices()[:1])), []
+
+  def apply(params, rows):
+    seen.append(rows.token_ids.shape[0])
+    return jax.numpy.zeros((*rows.token_ids.shape, 1))
+
+  read = make_reader(dataclasses.replace(learner, critic=dataclasses.replace(learner.critic, apply=apply)))
+  for count in (8, 16):
+    rows = pack(numbered(2), (32,), (count,))
+    jax.eval_shape(read, {}, rows)
+  assert seen == [2, 2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +234,13 @@ def test_every_rollout_is_accounted_for_and_costs_several_steps(runs):
   held = [record for record in state["store"] if is_heldout(PromptKey(*record["key"]), FRACTION)]
   assert len(state["store"]) == 3 * 8
   assert len(held) == lines[-1]["rollouts_masked"] > 0
+
+
+def test_nothing_is_expected_to_grow_old_under_a_policy_that_never_changes(runs):
+  workdirs, _, _ = runs
+  lines = [line for line in read_metrics(workdirs[0]) if "rollouts_submitted" in line]
+  assert {line["rollouts_dropped_stale"] for line in lines} == {0}
+  assert not any(name.startswith("expected_") for line in lines for name in line)
 
 
 def test_it_stays_ended_and_training_knows(runs, monkeypatch):

@@ -22,7 +22,7 @@ from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training.consumed import Record
 from sao_jax.training.expectation import Expectation
-from sao_jax.training.phases import prompt_seed
+from sao_jax.training.phases import VALUE_PRETRAINING, prompt_seed
 from sao_jax.training.step_metrics import StepMetrics, Waits
 from sao_jax.types import PyTree
 
@@ -196,7 +196,8 @@ def make_rollouts(
     first_step=step,
     deterministic=rollout.deterministic,
     look=look,
-    expectation=Expectation(rollout, _places(learner.config)),
+    # Nothing grows old under a policy that never changes.
+    expectation=None if phase == VALUE_PRETRAINING else Expectation(rollout, _places(learner.config)),
   )
 
 

@@ -13,15 +13,16 @@ import jax
 import numpy as np
 from absl import logging
 
+from sao_jax.algorithm.network import map_micro_batches
 from sao_jax.config import RunConfig
 from sao_jax.episode import Prompt
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation.fixed_policy import read_prompts, run_episodes
 from sao_jax.interrupt import Interrupt, Interrupted
 from sao_jax.learner.batches import packed_batch
-from sao_jax.learner.setup import Learner
+from sao_jax.learner.setup import Learner, micro_batches
 from sao_jax.sampler.service import SamplerService
-from sao_jax.types import PyTree, TrajectoryBatch
+from sao_jax.types import PolicyOutputs, PyTree, TrajectoryBatch
 
 AUDITED_EPISODES = 8
 
@@ -90,7 +91,12 @@ def audit_sampler(
   if not any(trajectory.num_sampled for trajectory in trajectories):
     return Audit(None, 0, failures)
   rows = packed_batch(learner, trajectories).rows
-  worst = compare(learner.policy.apply, params, rows, config.training.audit_tolerance)
+  parts = micro_batches(learner, rows.token_ids.shape[0])  # like a train step: it needs no more memory
+
+  def apply(params: PyTree, rows: TrajectoryBatch) -> PolicyOutputs:
+    return map_micro_batches(lambda part: learner.policy.apply(params, part), rows, parts)
+
+  worst = compare(apply, params, rows, config.training.audit_tolerance)
   return Audit(worst, len(trajectories), failures)
 
 

@@ -23,6 +23,7 @@ from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import init_params, path_name
 from sao_jax.report.metrics import read_metrics
 from sao_jax.training import loop, phases
+from sao_jax.types import PolicyOutputs
 
 MODEL = training_toy.get_config().model
 
@@ -56,6 +57,22 @@ def test_disagreement_is_refused_with_a_remedy(evidence, fault):
     batch = batch.replace(behavior_logprobs=batch.behavior_logprobs * 0.9)
   with pytest.raises(ConfigError, match=r"(?s)training.audit_tolerance: .*differ by up to.*remedy"):
     audit.compare(policy_apply, params, batch, 1e-4)
+
+
+def test_a_batch_is_compared_in_micro_batches(monkeypatch):
+  """All rows at once might need more memory than any train step."""
+  config = training_toy.replace(training_toy.get_config(), algorithm={"micro_batches": 4})
+  learner, seen = setup.make_learner(config, tuple(jax.devices()[:1])), []
+
+  def apply(params, rows):
+    seen.append(rows.token_ids.shape[0])
+    return PolicyOutputs(*jnp.zeros((2, *rows.token_ids.shape)))
+
+  learner = dataclasses.replace(learner, policy=dataclasses.replace(learner.policy, apply=apply))
+  monkeypatch.setattr(audit, "run_episodes", lambda *unused, **options: (make_trajectories()[:4], []))
+  with pytest.raises(audit.SamplerMismatch):
+    audit.audit_sampler(config, learner, None, {})
+  assert seen == [2]
 
 
 def test_a_run_whose_sampler_has_other_weights_trains_no_step(tmp_path, monkeypatch):

@@ -29,11 +29,12 @@ def main(config: RunConfig, workdir: str) -> None:
   """Logs the result and writes it to `workdir/evaluation_<phase>.json`."""
   learner = setup.make_learner(config)
   with interrupt.Interrupt() as stop:
-    params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
-    result = heldout.evaluate(config, sampler_side.make_publisher(learner)(params), version, stop)
+    policy = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
+    version, phase = policy.version, policy.phase
+    result = heldout.evaluate(config, sampler_side.make_publisher(learner)(policy.params), version, stop)
 
   logging.info("%s, version %d: held-out success %s", phase, version, result)
-  record = {"phase": phase, "policy_version": version} | _origin(config, workdir, phase) | result.metrics()
+  record = {"phase": phase, "policy_version": version} | _origin(config, policy.checkpoint) | result.metrics()
   path = pathlib.Path(workdir) / f"evaluation_{phase}.json"
   path.write_text(json.dumps(metrics.to_json(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -46,12 +47,11 @@ def main(config: RunConfig, workdir: str) -> None:
     raise SystemExit(f"error: nothing could be graded: {reason}, and evaluate again.")
 
 
-def _origin(config: RunConfig, workdir: str, phase: str) -> dict[str, Any]:
+def _origin(config: RunConfig, checkpoint: str) -> dict[str, Any]:
   """The policy that was measured, and on what: a rate says nothing without them."""
-  folder = pathlib.Path(workdir) / phase
   settings = config.evaluation
   return {
-    "checkpoint": config.model.checkpoint if phase == phases.BASE else str(folder / str(phases.latest_step(folder))),
+    "checkpoint": checkpoint,
     "config": {"name": config.name, "environment": config_tree.to_json(config.environment)},
     "seed": config.training.seed,
     "prompts": {"split": "heldout", "seed": settings.seed, "at_most": settings.prompts},

@@ -35,7 +35,7 @@ def main(config: RunConfig, workdir: str) -> None:
   """Runs one episode and prints it."""
   # The policy, and the prompt to show.
   learner = setup.make_learner(config)
-  params, version, phase = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
+  params, version, phase, _ = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
   tokenizer = config.environment.tokenizer()
   prompts = config.environment.prompts(tokenizer, "heldout", config.evaluation.seed)
   if _PROMPT.value >= len(prompts):

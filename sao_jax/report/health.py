@@ -159,7 +159,7 @@ def _explained_variance(steps: Steps) -> str | None:
     return None
   return (
     f"over {len(steps)} steps the critic explains less of the returns than a constant would (explained variance "
-    f"{mean:.2f}). Run launch.pretrain_value first or for longer, or raise critic_optimizer.learning_rate or "
+    f"{mean:.2g}). Run launch.pretrain_value first or for longer, or raise critic_optimizer.learning_rate or "
     "algorithm.value_updates."
   )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -321,9 +321,23 @@ def check_critic(learner: Learner, phase: Phase) -> None:
     )
 
 
-def latest_policy(
-  config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: str = ""
-) -> tuple[PyTree, int, str]:
+class LatestPolicy(NamedTuple):
+  """A policy to look at.
+
+  Attributes:
+    params: its parameters on the learner's mesh.
+    version: its policy version.
+    phase: the phase that it comes from.
+    checkpoint: the place of it, which a run beside may have followed by newer ones.
+  """
+
+  params: PyTree
+  version: int
+  phase: str
+  checkpoint: str
+
+
+def latest_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: str = "") -> LatestPolicy:
   """Loads the newest policy of a run, for evaluation and sampling.
 
   Args:
@@ -331,9 +345,6 @@ def latest_policy(
     learner: its static half.
     workdir: the run's folder.
     phase: "train" or "sft"; "base" for what model.checkpoint names; by default the first of these that there is.
-
-  Returns:
-    The parameters on the learner's mesh, their policy version, and the phase they come from.
 
   Raises:
     ConfigError: when there is no checkpoint.
@@ -343,13 +354,13 @@ def latest_policy(
     step = latest_step(workdir / name)
     if step is not None:
       version = load_host_state(workdir / name, step)["policy_version"] if name == TRAIN else 0
-      return _load_policy(learner, workdir / name, step), version, name
+      return LatestPolicy(_load_policy(learner, workdir / name, step), version, name, str(workdir / name / str(step)))
 
   # Or the policy that the run would start from.
   if phase in ("", BASE) and config.model.checkpoint:
     if not phase:
       logging.warning("%s holds no checkpoint: this is the policy that model.checkpoint names.", workdir)
-    return initial_policy(config, learner, workdir, []), 0, BASE
+    return LatestPolicy(initial_policy(config, learner, workdir, []), 0, BASE, config.model.checkpoint)
 
   if phase == BASE:
     raise ConfigError("model.checkpoint", "it names no model.", "Pass --config.model.checkpoint=FOLDER.")

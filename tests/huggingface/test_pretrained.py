@@ -83,7 +83,7 @@ def test_without_a_run_its_policy_is_the_newest(folder, tmp_path):
   source, params = folder
   config = training_toy.replace(training_toy.get_config(), model={"checkpoint": str(source.path)})
   learner = setup.make_learner(with_folder_shape(config), tuple(jax.devices()[:1]))
-  newest, version, phase = phases.latest_policy(learner.config, learner, tmp_path)
+  newest, version, phase, _ = phases.latest_policy(learner.config, learner, tmp_path)
   equal(newest, params)
   assert (version, phase) == (0, "base")
   with pytest.raises(ConfigError, match="holds no checkpoint of train"):
@@ -91,9 +91,9 @@ def test_without_a_run_its_policy_is_the_newest(folder, tmp_path):
   imitated = jax.tree.map(lambda leaf: leaf + 1, params)
   with Checkpointer(tmp_path / "sft") as checkpointer:
     checkpointer.save(3, {"policy": {"params": imitated}})
-  newest, _, phase = phases.latest_policy(learner.config, learner, tmp_path)
+  newest, _, phase, checkpoint = phases.latest_policy(learner.config, learner, tmp_path)
   equal(newest, imitated)
-  assert phase == "sft"
+  assert (phase, checkpoint) == ("sft", str(tmp_path / "sft" / "3"))
   equal(phases.latest_policy(learner.config, learner, tmp_path, "base")[0], params)
   nothing = training_toy.replace(learner.config, model={"checkpoint": ""})
   with pytest.raises(ConfigError, match="model.checkpoint: it names no model"):

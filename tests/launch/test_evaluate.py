@@ -20,7 +20,9 @@ def test_an_evaluation_that_could_grade_nothing_writes_null_and_fails(tmp_path, 
   monkeypatch.setattr(evaluate, "_PHASE", types.SimpleNamespace(value=""))
   monkeypatch.setattr(evaluate.setup, "make_learner", lambda config: None)
   monkeypatch.setattr(evaluate.sampler_side, "make_publisher", lambda learner: lambda params: params)
-  monkeypatch.setattr(evaluate.phases, "latest_policy", lambda *arguments: ({}, 3, "train"))
+  monkeypatch.setattr(
+    evaluate.phases, "latest_policy", lambda *arguments: evaluate.phases.LatestPolicy({}, 3, "train", "a/3")
+  )
   monkeypatch.setattr(evaluate.heldout, "evaluate", lambda *arguments: nothing)
   with pytest.raises(SystemExit, match=f"error: nothing could be graded: .*{says}.*evaluate again"):
     evaluate.main(training_toy.get_config(), str(tmp_path))
@@ -29,6 +31,7 @@ def test_an_evaluation_that_could_grade_nothing_writes_null_and_fails(tmp_path, 
     raise AssertionError(f"{name} is no JSON")
 
   record = json.loads((tmp_path / "evaluation_train.json").read_text(), parse_constant=refuse)
+  assert record["checkpoint"] == "a/3"  # the one that was loaded, whatever a run beside has saved since
   assert record["heldout_success"] is None and record["heldout_reward"] is None
   assert record["heldout_trials"] == 0 and record["heldout_ungraded"] == ungraded
   assert str(nothing.success) == "undefined (nothing was graded)"

@@ -11,6 +11,7 @@ import re
 import jax
 import pytest
 from toys import algorithm_toy
+from toys.metrics_table import explained_metrics
 from toys.paths import REPOSITORY
 
 from sao_jax.huggingface.published import size_table
@@ -164,9 +165,7 @@ def test_the_metrics_they_explain_are_those_of_a_train_step():
   batch = algorithm_toy.pack(algorithm_toy.SPREAD, 16)
   step = algorithm_toy.train_step(algorithm_toy.CONFIG)
   _, metrics = jax.eval_shape(step, jax.eval_shape(algorithm_toy.train_state), batch)
-  section = text("launch/README.md").split("## What the metrics say")[1].split("\n## ")[0]
-  cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-  explained = {key for cell in cells for key in re.findall(r"`([\w*]+)`", cell.replace("` … `", "`, `ratio_*`, `"))}
+  explained = explained_metrics()
   unexplained = {key for key in metrics if not any(fnmatch.fnmatch(key, name) for name in explained)}
   assert not unexplained
   source = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "sao_jax").rglob("*.py"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import shutil
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from absl import logging
 from toys import training_toy
+from toys.metrics_table import explained_metrics
 from toys.runs import interrupted_after
 
 from sao_jax.algorithm.train_step import make_train_step
@@ -67,7 +69,7 @@ def test_rl_starts_from_the_pretrained_networks_and_pretraining_leaves_the_polic
   config, workdir, _ = finished
   learner = setup.make_learner(config)
   start = phases.initial_state(config, learner, workdir, phases.reinforcement_learning(config))
-  imitated, _, _ = phases.latest_policy(config, learner, workdir, "sft")
+  imitated = phases.latest_policy(config, learner, workdir, "sft").params
   for a, b in zip(leaves(start.policy.params), leaves(imitated)):
     np.testing.assert_array_equal(a, b)
   assert np.abs(np.asarray(start.critic.params["value_head"])).max() > 0
@@ -129,6 +131,13 @@ def test_metrics_tell_what_happened(finished):
   assert evaluated == [0, 4]
 
 
+def test_every_number_that_a_run_writes_is_explained(finished):
+  _, workdir, _ = finished
+  written = {key for line in read_metrics(workdir) for key in line}
+  assert {"sft_loss", "heldout_success", "rollouts_submitted", "explained_variance"} <= written
+  assert not [key for key in written if not any(fnmatch.fnmatch(key, name) for name in explained_metrics())]
+
+
 def test_the_run_can_be_reported(finished):
   _, workdir, _ = finished
   assert len(read_episodes(workdir)) >= 3
@@ -164,7 +173,7 @@ def test_attention_of_the_critic_is_frozen_in_rl_and_trained_before(finished):
   config, workdir, result = finished
   learner = setup.make_learner(config)
   start = phases.initial_state(config, learner, workdir, phases.reinforcement_learning(config))
-  imitated, _, _ = phases.latest_policy(config, learner, workdir, "sft")
+  imitated = phases.latest_policy(config, learner, workdir, "sft").params
   attention = lambda params: leaves(params["moe_layers"]["attention"])
   for before, after in zip(attention(start.critic.params), attention(result.state.critic.params)):
     np.testing.assert_array_equal(before, after)

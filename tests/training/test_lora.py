@@ -150,7 +150,7 @@ def test_a_critic_starts_from_the_merged_policy(one_device, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), critic[name], expected[name])
   jax.tree.map(np.testing.assert_array_equal, state.policy.params, params)
   assert np.abs(critic["moe_layers"]["attention"]["q"] - params["moe_layers"]["attention"]["q"]).max() > 1e-6
-  policy, _, phase = phases.latest_policy(config, learner, tmp_path)
+  policy, _, phase, _ = phases.latest_policy(config, learner, tmp_path)
   assert phase == "sft" and "lora" in policy
   with pytest.raises(ConfigError, match="policy/lora"):  # without LoRA this is another model
     phases.latest_policy(full_config(), setup.make_learner(full_config()), tmp_path)

@@ -44,7 +44,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 _OVERRIDE = re.compile(r"--?(?P<no>no)?config\.(?P<path>.+)")
 _UNKNOWN_ARGUMENT = re.compile(r"(?P<section>\w+)\.__init__\(\) got an unexpected keyword argument '(?P<name>\w+)'")
-_LIBRARY = re.compile(r"[/\\](orbax|grain|jax|tensorflow_datasets|etils)[/\\]")
+_LIBRARY = re.compile(r"[/\\](orbax|grain|jax|tensorflow_datasets|etils|matplotlib)[/\\]")
 _HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull"}
 
 

@@ -39,7 +39,8 @@ def main(config: RunConfig, workdir: str) -> None:
   tokenizer = config.environment.tokenizer()
   prompts = config.environment.prompts(tokenizer, "heldout", config.evaluation.seed)
   if _PROMPT.value >= len(prompts):
-    raise ConfigError("--prompt", f"there is no held-out prompt {_PROMPT.value}", f"use 0 to {len(prompts) - 1}")
+    remedy = f"Name one from 0 to {len(prompts) - 1}." if len(prompts) else "Give the environment a held-out split."
+    raise ConfigError("--prompt", f"there is no held-out prompt {_PROMPT.value}.", remedy)
 
   # One episode, as an evaluation runs it; a failed one leaves no trajectory to show.
   params = sampler_side.make_publisher(learner)(params)
@@ -53,7 +54,7 @@ def main(config: RunConfig, workdir: str) -> None:
   if failures:
     if isinstance(failures[0], ConfigError):  # the prompt cannot be attempted
       raise failures[0]
-    raise ConfigError("environment", f"the episode has no outcome: {failures[0]}", "mend the environment, or try again")
+    raise ConfigError("environment", f"the episode has no outcome: {failures[0]}.", "Mend it, or try again.")
 
   # Every segment with its kind in front; sampled text is bold.
   (trajectory,) = trajectories

@@ -328,6 +328,7 @@ def test_the_log_keeps_what_libraries_complain_of_but_not_their_tracebacks():
   record = logging.LogRecord("absl", logging.ERROR, orbax, 1, "not written", (), None)
   assert _flags._is_told(record)
   assert not _flags._is_told(logging.LogRecord("absl", logging.INFO, orbax, 1, "saving", (), None))
+  assert not _flags._is_told(logging.LogRecord("x", logging.INFO, "/packages/matplotlib/category.py", 1, "", (), None))
   lost = f"Task exception was never retrieved, defined at {orbax}"
   assert not _flags._is_told(
     logging.LogRecord("asyncio", logging.ERROR, "/lib/asyncio/base_events.py", 1, lost, (), None)

@@ -28,6 +28,7 @@ HEALTHY = {
   "trainer_idle_fraction": 0.1,
   "take_wait_fraction": 0.1,
   "used_over_generated_latency": 0.98,
+  "dropped_fraction": 0.0,
   "entropy": 0.7,
 }
 
@@ -49,7 +50,10 @@ FAULTS = {
   "policy_gradient_jump": ({"policy_grad_norm": 50.0}, "policy_optimizer.learning_rate"),
   "critic_gradient_jump": ({"critic_grad_norm": 300.0}, "critic_optimizer.learning_rate"),
   "trainer_idle": ({"trainer_idle_fraction": 0.9, "take_wait_fraction": 0.9}, "most of it for: take"),
-  "short_episodes_preferred": ({"used_over_generated_latency": 0.6}, "rollout.max_staleness"),
+  "short_episodes_preferred": (
+    {"used_over_generated_latency": 0.6, "dropped_fraction": 0.1},
+    "rollout.max_staleness",
+  ),
   "equal_rewards": ({"reward_mean": 0.0}, "launch.sft"),
   "cut_episodes": ({"num_truncated": 8.0}, "rollout.max_turns"),
   "low_entropy": ({"entropy": 1e-4}, "policy_optimizer.learning_rate"),
@@ -88,6 +92,11 @@ def test_what_is_undefined_or_missing_is_no_fault(missing):
     assert health.look(dict.fromkeys(healthy(step), missing)) == []
     assert health.look({"sft_loss": 1.0, "lag_histogram": np.zeros(3), "rollouts_by_reason": {"a": 1}}) == []
   assert health.skipped_in_a_row == 0
+
+
+def test_episodes_of_another_length_are_no_preference_as_long_as_none_is_dropped():
+  """As after a resume, or with a policy that never changes."""
+  assert names(Health(), {"used_over_generated_latency": 0.6, "dropped_fraction": 0.0}, 60) == []
 
 
 def test_updates_without_tokens_are_not_counted_among_the_broken_ones():

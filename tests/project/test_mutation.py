@@ -123,11 +123,10 @@ def test_a_fault_stands_in_the_copy_only_while_its_tests_run(folder, fault, monk
     assert ran[-1] == ([noticed_by], False) and len(ran) == 3
 
 
-def test_a_test_that_fails_without_the_fault_too_ends_the_run(folder, fault, monkeypatch):
+def test_a_test_that_fails_without_the_fault_too_says_nothing(folder, fault, monkeypatch):
   broken = lambda folder, files, seconds: (mutate.CAUGHT, f"FAILED {files[0]}::test", 1.0)
   monkeypatch.setattr(mutate, "run_tests", broken)
-  with pytest.raises(SystemExit, match=r"without any fault tests/upper/test_of_file.py has failed"):
-    mutate.Judge(folder, 60.0)(fault)
+  assert mutate.Judge(folder, 60.0)(fault)["outcome"] == mutate.UNSURE
   assert (folder / "sao_jax/upper/file.py").read_text(encoding="utf-8") == SOURCE
 
 
@@ -139,5 +138,5 @@ def test_results_are_counted_by_room_and_a_line_cut_short_is_judged_again(tmp_pa
   results = mutate.read_results(path)
   assert results == lines and mutate.read_results(tmp_path / "none") == []
   rows = [[cell.strip() for cell in row.strip("| ").split("|")] for row in mutate.table(results).splitlines()]
-  assert rows[0] == ["room", "caught", "survived", "timed out", "all"]
-  assert rows[1:] == [["a", "2", "0", "0", "2"], ["b", "0", "1", "1", "2"], ["all", "2", "1", "1", "4"]]
+  assert rows[0] == ["room", "caught", "survived", "timed out", "unsure", "all"]
+  assert rows[1:] == [["a", "2", "0", "0", "0", "2"], ["b", "0", "1", "1", "0", "2"], ["all", "2", "1", "1", "0", "4"]]

@@ -31,7 +31,7 @@ from tools.mutants import Mutant
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 ROOMS = ("algorithm", "rollout", "sampler", "training")
-CAUGHT, SURVIVED, TIMED_OUT = OUTCOMES = ("caught", "survived", "timed out")
+CAUGHT, SURVIVED, TIMED_OUT, UNSURE = OUTCOMES = ("caught", "survived", "timed out", "unsure")
 PARTS = ("sao_jax", "launch", "configs", "notebooks", "tests")
 SECONDS_PER_TEST = 150  # also on a busy machine: a fault that hangs is told from a slow test
 # Imported once, before each mutant's process is forked: what it needs and no test changes.
@@ -121,6 +121,7 @@ def _test(folder: pathlib.Path, files: Sequence[str], output: int) -> None:
   status = 70
   try:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in the background
     for stream in (1, 2):
       os.dup2(output, stream)
     os.chdir(folder)
@@ -152,7 +153,10 @@ def _wait(process: int, seconds: float) -> int | None:
 
 
 class Judge:
-  """Meets mutants with the tests of a copy of the repository; a test that fails must pass without the fault."""
+  """Meets mutants with the tests of a copy of the repository.
+
+  A test that fails without the fault, too, says nothing: such a mutant is `UNSURE`.
+  """
 
   def __init__(self, folder: pathlib.Path, seconds: float):
     """`seconds`: time-out of a stage of tests."""
@@ -160,11 +164,7 @@ class Judge:
     self._sound: set[str] = set()  # files of tests that pass on the code as it is
 
   def __call__(self, mutant: Mutant) -> dict[str, Any]:
-    """Puts a fault into the copy, runs the stages until a test notices, and takes it out again.
-
-    Raises:
-      SystemExit: the test that failed fails without the fault, too, and so says nothing.
-    """
+    """Puts a fault into the copy, runs the stages until a test notices, and takes it out again."""
     path = self._folder / "sao_jax" / mutant.file
     source = path.read_text(encoding="utf-8")
     path.write_text(mutant.apply(source), encoding="utf-8")
@@ -177,18 +177,19 @@ class Judge:
           break
     finally:
       path.write_text(source, encoding="utf-8")
-    if outcome == CAUGHT:
-      self._check(why)
+    if outcome == CAUGHT and not self._is_sound(why):
+      outcome = UNSURE
     return {"mutant": mutant.name, "room": mutant.room, "outcome": outcome, "why": why, "seconds": round(spent, 1)}
 
-  def _check(self, why: str) -> None:
+  def _is_sound(self, why: str) -> bool:
+    """Whether the tests that failed pass on the code as it is."""
     file = re.search(r"tests/\w+/\w+\.py", why)
-    if file is None or file[0] in self._sound:
-      return
-    outcome, without, _ = run_tests(self._folder, [file[0]], self._seconds)
-    if outcome == CAUGHT:
-      raise SystemExit(f"error: without any fault {file[0]} has failed: {without}")
-    self._sound.add(file[0])
+    if file is not None and file[0] not in self._sound:
+      outcome, _, _ = run_tests(self._folder, [file[0]], self._seconds)
+      if outcome == CAUGHT:
+        return False
+      self._sound.add(file[0])
+    return True
 
 
 def table(results: Iterable[dict[str, Any]]) -> str:
@@ -257,8 +258,8 @@ def main(arguments: Sequence[str]) -> None:
   results = [result for result in read_results(options.results) if result["mutant"] in {each.name for each in chosen}]
   _say(table(results))
   for result in results:
-    if result["outcome"] == SURVIVED:
-      _say(f"survived: {result['mutant']}")
+    if result["outcome"] in (SURVIVED, UNSURE):
+      _say(f"{result['outcome']}: {result['mutant']}")
 
 
 def _say(text: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import errno
 import logging as python_logging
 import os
 import pathlib
@@ -81,8 +82,8 @@ def run(
   `needs_run=False` model.checkpoint names a model. `configured=False`: `main` makes nothing of the configuration.
 
   The exit status is what `main` returns, if it is a number, else 0. Bad input, found here or raised by `main` as
-  ConfigError, ends the program with its message on standard error and status 2; a `RunError` likewise, with status 1;
-  `Interrupted`, and a Ctrl-C for which nothing waits, with one line and status 130.
+  ConfigError, ends the program with its message on standard error and status 2; a `RunError` or a full disk likewise,
+  with status 1; `Interrupted`, and a Ctrl-C for which nothing waits, with one line and status 130.
   """
   try:
     given = read(sys.argv, viewing=not writes, configured=configured)
@@ -111,9 +112,8 @@ def run(
       logging.info("Interrupted: there is no result, and nothing was written.")
     except ConfigError as error:
       refuse(error)
-    except RunError as error:
-      sys.stderr.write(f"error: {error}\n")
-      status = EXIT_FAILURE
+    except (RunError, OSError) as error:
+      status = _fail(error)
     leave(status if isinstance(status, int) else 0)
 
   app.run(start, argv=sys.argv[:1], flags_parser=lambda argv: argv)
@@ -139,9 +139,23 @@ def run_tool(main: Callable[[], Any], *, example: str) -> NoReturn:
       main()
     except ConfigError as error:
       refuse(error)
+    except OSError as error:
+      leave(_fail(error))
 
   app.run(start, argv=sys.argv[:1], flags_parser=lambda argv: argv)
   raise AssertionError("absl ends the program")
+
+
+def _fail(error: RunError | OSError) -> int:
+  """Says in one line what lies outside the code, and returns the exit status; raises any other error again."""
+  text = str(error)
+  if isinstance(error, OSError):
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+      raise error
+    where = f": {error.filename}" if error.filename else ""  # a write does not tell
+    text = f"{error.strerror}{where}. Make room, and run the same command again."
+  sys.stderr.write(f"error: {text}\n")
+  return EXIT_FAILURE
 
 
 def leave(status: int) -> None:

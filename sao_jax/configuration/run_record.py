@@ -30,8 +30,11 @@ def write_config(config: RunConfig, workdir: pathlib.Path) -> None:
     record[FAITHFUL] = False
   path = workdir / CONFIG_FILE
   temporary = path.with_suffix(f".{os.getpid()}.tmp")
-  temporary.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-  os.replace(temporary, path)
+  try:
+    temporary.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+  finally:
+    temporary.unlink(missing_ok=True)  # half of it, on a full disk
 
 
 def check_same_run(config: RunConfig, workdir: pathlib.Path, *, begun: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,6 +131,16 @@ def test_another_environment_is_another_configuration_and_other_settings_of_the_
     check_viewed(dataclasses.replace(BASE, environment=Calculator()), tmp_path)
   fields = {"evaluation__prompts": 7, "sampler__num_slots": 3, "model__dtype": "bfloat16", "training__steps": 3}
   check_viewed(of(**fields), tmp_path)
+
+
+def test_a_record_for_which_there_is_no_room_leaves_nothing_behind(tmp_path, monkeypatch):
+  def replace(old, new):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(os, "replace", replace)
+  with pytest.raises(OSError, match="No space left"):
+    write_config(training_toy.get_config(), tmp_path)
+  assert list(tmp_path.iterdir()) == []
 
 
 def test_infinity_is_written_as_json_and_comes_back(tmp_path):

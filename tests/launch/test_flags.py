@@ -266,14 +266,16 @@ from absl import flags, logging
 from launch import _flags
 from sao_jax.errors import ConfigError, RunError
 _FAIL = flags.DEFINE_boolean("fail", False, "Raise a ConfigError.")
-_END = flags.DEFINE_boolean("end", False, "Raise a RunError.")
+_END = flags.DEFINE_enum("end", None, ["run", "disk"], "Raise an error from outside.")
 
 def main(config, workdir):
   logging.info("steps %d", config.training.steps)
   if _FAIL.value:
     raise ConfigError("mesh.tensor", "3 devices do not divide 4 heads.", "Choose a divisor.")
-  if _END.value:
+  if _END.value == "run":
     raise RunError("the disk is full. Make room.") from OSError("28")
+  if _END.value == "disk":
+    raise OSError(28, "No space left on device", workdir)
   return "anything"
 
 _flags.run(main)
@@ -312,10 +314,25 @@ def test_bad_input_is_one_screen_and_status_2(config_file, tmp_path, arguments, 
   assert done.stderr.count("error: ") == 1 and all(word in done.stderr for word in words)
 
 
-def test_a_run_that_ends_for_a_reason_outside_says_it_last_and_without_a_traceback(config_file, tmp_path):
-  done = launch(tmp_path, f"--config={config_file}", f"--workdir={tmp_path / 'run'}", "--end")
+@pytest.mark.parametrize(
+  "end, says",
+  [
+    ("run", "the disk is full. Make room."),
+    ("disk", "No space left on device: {run}. Make room, and run the same command again."),
+  ],
+)
+def test_a_run_that_ends_for_a_reason_outside_says_it_last_and_without_a_traceback(config_file, tmp_path, end, says):
+  run = tmp_path / "run"
+  done = launch(tmp_path, f"--config={config_file}", f"--workdir={run}", f"--end={end}")
   assert done.returncode == 1 and "Traceback" not in done.stderr
-  assert done.stderr.splitlines()[-1] == "error: the disk is full. Make room."
+  assert done.stderr.splitlines()[-1] == "error: " + says.format(run=run)
+
+
+def test_any_other_error_keeps_its_traceback(capsys):
+  assert _flags._fail(OSError(28, "No space left on device")) == 1
+  assert capsys.readouterr().err == "error: No space left on device. Make room, and run the same command again.\n"
+  with pytest.raises(PermissionError):
+    _flags._fail(PermissionError(13, "Permission denied"))
 
 
 def test_the_log_keeps_what_libraries_complain_of_but_not_their_tracebacks():

@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from absl import app, flags
+from absl import flags
 from toys import training_toy
 
 from launch import benchmark
@@ -91,7 +91,8 @@ def parse():
 
 
 def test_the_launcher_prints_json_alone(parse, capsys):
-  benchmark.main(parse("--suite=sampler,batching", "--quick", "--cpu_devices=0"))
+  parse("--suite=sampler,batching", "--quick", "--cpu_devices=0")
+  benchmark.main()
   output = capsys.readouterr()
   results = json.loads(output.out)
   assert list(results) == ["machine", "sampler", "batching"]
@@ -105,8 +106,6 @@ def test_the_launcher_prints_json_alone(parse, capsys):
 
 
 def test_the_launcher_refuses_what_it_does_not_know(parse):
-  with pytest.raises(app.UsageError, match="--suite=sampler"):
-    benchmark.main(parse("sampler"))
   with pytest.raises(flags.IllegalFlagValueError, match="Choose some of sampler, batching"):
     parse("--suite=speed")
 

@@ -52,6 +52,7 @@ def test_the_numbers_of_an_evaluation_have_their_names():
     "heldout_reward": 0.25,
     "heldout_response_length": 12.5,
     "heldout_ungraded": 2,
+    "heldout_skipped": 0,
   }
 
 

@@ -79,7 +79,7 @@ def test_what_a_grader_does_wrong_is_a_failure_and_never_zero(misbehaving, kind,
 
 def test_rewards_come_back_exactly_whoever_asks():
   with_numpy = GraderPool(np.float32, processes=2)
-  values = [0.1, -3.0, 1e-300, 1e30, 7]
+  values = [0.1, -3.0, 1e-300, 1e14, 7]
 
   async def all_at_once():
     return await asyncio.gather(*(with_numpy.grade("env", value) for value in values * 5))

@@ -79,6 +79,8 @@ class FakeSampler:
   Tokens depend on the rollout id and the turn's place alone; versions are stamped when the answer is made.
   """
 
+  progress = 0  # of a sampler that only ever waits
+
   def __init__(self, *, delay: Callable[[int], float] = lambda rollout_id: 0.0, reply=None, version: int = 0):
     self.version, self.error = version, None
     self.requests: list[GenerateRequest] = []

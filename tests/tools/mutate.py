@@ -121,7 +121,9 @@ def _test(folder: pathlib.Path, files: Sequence[str], output: int) -> None:
   status = 70
   try:
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in the background
+    # Which a shell, or nohup, has ignored in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for stream in (1, 2):
       os.dup2(output, stream)
     os.chdir(folder)

@@ -111,7 +111,8 @@ def run(
     except Interrupted:
       logging.info("Interrupted: there is no result, and nothing was written.")
     except ConfigError as error:
-      refuse(error)
+      sys.stderr.write(f"error: {error}\n")
+      status = EXIT_BAD_INPUT
     except (RunError, OSError) as error:
       status = _fail(error)
     leave(status if isinstance(status, int) else 0)

@@ -352,9 +352,15 @@ def latest_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, ph
   # A checkpoint of the run itself, RL before SFT.
   for name in {"": (TRAIN, SFT), BASE: ()}.get(phase, (phase,)):
     step = latest_step(workdir / name)
-    if step is not None:
-      version = load_host_state(workdir / name, step)["policy_version"] if name == TRAIN else 0
-      return LatestPolicy(_load_policy(learner, workdir / name, step), version, name, str(workdir / name / str(step)))
+    while step is not None:
+      try:
+        version = load_host_state(workdir / name, step)["policy_version"] if name == TRAIN else 0
+        return LatestPolicy(_load_policy(learner, workdir / name, step), version, name, str(workdir / name / str(step)))
+      except (OSError, ValueError, KeyError):
+        # A run beside may have removed it meanwhile, and saved a newer one.
+        failed, step = step, latest_step(workdir / name)
+        if step == failed:
+          raise
 
   # Or the policy that the run would start from.
   if phase in ("", BASE) and config.model.checkpoint:

@@ -75,6 +75,16 @@ def test_rl_starts_from_the_pretrained_networks_and_pretraining_leaves_the_polic
   assert np.abs(np.asarray(start.critic.params["value_head"])).max() > 0
 
 
+def test_a_policy_that_a_run_beside_has_replaced_meanwhile_is_looked_for_again(finished, monkeypatch):
+  config, workdir, result = finished
+  learner, seen = setup.make_learner(config), [result.step, 2]
+  monkeypatch.setattr(phases, "latest_step", lambda folder: seen.pop())
+  assert phases.latest_policy(config, learner, workdir).checkpoint == str(workdir / "train" / str(result.step))
+  seen.extend([3, 3])
+  with pytest.raises((OSError, ValueError, KeyError)):  # it is the newest one, and damaged
+    phases.latest_policy(config, learner, workdir)
+
+
 def test_a_checkpoint_of_rl_knows_that_the_critic_was_pretrained(finished):
   _, workdir, result = finished
   assert phases.began_pretrained(load_host_state(workdir / "train", result.step))

@@ -211,6 +211,8 @@ def _equal_rewards(steps: Steps) -> str | None:
   rewards = _series(steps, "reward_mean")
   if len(rewards) < len(steps) or max(rewards) > min(rewards):
     return None
+  if any(step.get("num_demonstrations") for step in steps):  # an expert may well succeed at all of them
+    return None
   return (
     f"the mean reward was {rewards[0]:g} in each of the last {len(steps)} steps: there is nothing to prefer. Too hard "
     "for the policy: run launch.sft first, name a better model.checkpoint, or begin with easier prompts; too easy: "

@@ -160,8 +160,9 @@ class Experience:
     return packed_batch(self._learner, self.store.draw(size, rng))
 
   def consumed(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """See `Rollouts.consumed`."""
-    return self._rollouts.consumed(trajectories)
+    """See `Rollouts.consumed`; says how many of the trajectories are demonstrations."""
+    shown = len(trajectories) if self._step < self._settings.demonstration_steps else 0
+    return self._rollouts.consumed(trajectories) | {"num_demonstrations": shown}
 
   def end_step(self, version: int, params: PyTree | None = None) -> None:
     """Ends the step of the batch that was taken last; a fresh one goes into the store."""

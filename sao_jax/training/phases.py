@@ -165,7 +165,7 @@ def _warn_of_unfinished_value_pretraining(config: RunConfig, workdir: pathlib.Pa
   step, most = latest_step(workdir / VALUE_PRETRAINING), config.value_pretraining.max_steps
   if step is None or step >= most:
     return
-  variances = load_host_state(workdir / VALUE_PRETRAINING, step).get(HELDOUT_VARIANCE, ())
+  variances = (load_host_state(workdir / VALUE_PRETRAINING, step) or {}).get(HELDOUT_VARIANCE, ())
   if not ended(config, value_pretraining(config), step, variances):
     logging.warning(
       "Value pretraining stopped at step %d of at most %d, before held-out explained variance plateaued: run "

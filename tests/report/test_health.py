@@ -60,6 +60,10 @@ FAULTS = {
 }
 
 
+def test_an_expert_that_always_succeeds_is_no_alarm():
+  assert names(Health(), {"reward_mean": 1.0, "num_demonstrations": 8.0}, 200) == []
+
+
 def test_every_rule_has_a_fault_here_and_a_row_in_the_readme():
   assert FAULTS.keys() == {rule.name for rule in RULES}
   section = (REPOSITORY / "launch/README.md").read_text().split("## What the log warns of")[1].split("\n## ")[0]

@@ -61,6 +61,7 @@ class Expectation:
       train_seconds=train_seconds,
       batch_size=config.batch_size,
       steps=min(max(40, 4 * config.max_staleness), 200),
+      timeout=math.inf,  # the episodes seen have ended, however long they took
     )
     record = expect(settings, seconds)
     used, dropped = record.used_latency / record.whole_latency, record.dropped / record.generated

@@ -111,6 +111,16 @@ def test_what_the_event_model_expects_is_said_once(tau, biased, caplog):
   assert (expectation.expected.used_over_generated < 0.9) == (expectation.expected.dropped > 0.01) == biased
 
 
+@pytest.mark.timeout(20)
+def test_episodes_of_hours_are_expected_like_any_others():
+  loop = make_loop(batch_size=4, admission_staleness=9)
+  expectation = Expectation(RolloutConfig(batch_size=4), places=8)
+  fill(loop.buffer, *(trajectory(i, 3 * 3600.0) for i in range(8)))
+  loop.note_step(seconds=60.0, busy_seconds=60.0)
+  expectation.look(loop)
+  assert expectation.expected.used_over_generated == pytest.approx(1.0)
+
+
 def test_a_resumed_run_knows_its_episodes():
   loop = make_loop(batch_size=4, admission_staleness=9)
   fill(loop.buffer, *(trajectory(i) for i in range(8)))

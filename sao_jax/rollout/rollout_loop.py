@@ -226,10 +226,10 @@ class RolloutLoop:
 
   @contextlib.contextmanager
   def _between_prompts(self) -> Iterator[None]:
-    """Holds the ledger while no prompt is drawn; does not wait for a source that hangs once the loop has failed."""
+    """Holds the ledger while no prompt is drawn; does not wait for a source that hangs once the loop is over."""
     drawing = self.ledger.drawing
     held = drawing.acquire(timeout=IDLE_POLL)
-    while not held and self.error is None:
+    while not held and self.error is None and not self._stopping:
       held = drawing.acquire(timeout=IDLE_POLL)
     try:
       with self.ledger.lock:

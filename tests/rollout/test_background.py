@@ -407,6 +407,26 @@ def test_a_prompt_source_that_hangs_is_noticed_and_the_state_can_be_saved(monkey
     released.set()
 
 
+def test_a_run_that_is_stopped_while_its_prompt_source_hangs_can_be_saved(monkeypatch):
+  monkeypatch.setattr(rollout_loop, "IDLE_POLL", 0.02)
+  hangs, released = threading.Event(), threading.Event()
+
+  class Prompts(FakePrompts):
+    def __next__(self):
+      if self.position == 4:
+        hangs.set()
+        released.wait(3)
+      return super().__next__()
+
+  loop = make_loop(prompts=Prompts())
+  with Running(loop):
+    assert hangs.wait(10)
+    loop.stop(timeout=0.05)
+    state, _ = loop.state_dict()
+    assert not released.is_set() and state["intake"]["prompts"] == {"position": 4}
+    released.set()
+
+
 def test_what_a_callback_of_the_loop_raises_ends_the_run_and_what_an_environment_left_behind_does_not(caplog):
   def fault():
     raise error

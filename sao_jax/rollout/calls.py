@@ -38,12 +38,26 @@ def failures_of(environment: str, what: str) -> Iterator[None]:
     raise UnexpectedFailure(environment, f"{what} raised {type(error).__name__}: {error}") from error
 
 
-def make_environment(make: Callable[[], T], environment: str, seconds: float, clock: LoopClock) -> T:
-  """Makes an environment, in the event loop; raises what `call_environment` raises."""
+def make_environment(
+  make: Callable[[], T],
+  environment: str,
+  seconds: float,
+  clock: LoopClock,
+  *,
+  close: Callable[[T], object] = lambda made: None,
+) -> T:
+  """Makes an environment, in the event loop; raises what `call_environment` raises.
+
+  `close` is called with one that took too long, and that nobody gets.
+  """
   call = Call(f"making environment {environment!r}", clock)
-  with failures_of(environment, "making it"), call.holding():
-    made = make()
-  _check_time(call, environment, "making it", seconds)
+  with failures_of(environment, "making it"):
+    made = call.run_now(make)
+  try:
+    _check_time(call, environment, "making it", seconds)
+  except EnvironmentFailure:
+    close(made)
+    raise
   return made
 
 

@@ -164,6 +164,15 @@ class Call:
     finally:
       self.held += self._clock.time() - began
 
+  def run_now(self, function: Callable[[], T]) -> T:
+    """Returns what `function` does, which holds the loop; callbacks and tasks that it leaves behind are the call's."""
+    token = _current.set(self)
+    try:
+      with self.holding():
+        return function()
+    finally:
+      _current.reset(token)
+
   async def run(self, function: Callable[[], Awaitable[T]]) -> T:
     """Awaits what `function` returns, and times every stretch of it; for a task of its own."""
     _current.set(self)

@@ -105,7 +105,8 @@ class EpisodeRunner:
   async def _attempt(self, rollout: Rollout, attempt: Attempt) -> Trajectory:
     # Nothing of an attempt before is used again.
     name = rollout.prompt.key.environment
-    environment = make_environment(self._make_environment, name, self._timeout, self._clock)
+    close = functools.partial(self._begin_closing, rollout.rollout_id, name)
+    environment = make_environment(self._make_environment, name, self._timeout, self._clock, close=close)
     session_id = self._sampler.new_session()
     self._on_oldest(rollout.rollout_id, None)
     try:
@@ -123,11 +124,7 @@ class EpisodeRunner:
       )
     finally:
       self._sampler.release(session_id)
-
-      # In a task of its own: a slow close holds no rollout's place.
-      closing = asyncio.create_task(self._close(environment, name), name=f"closing of rollout {rollout.rollout_id}")
-      self.closing.add(closing)
-      closing.add_done_callback(self._closed)
+      close(environment)
 
   def _generate_in(self, attempt: Attempt) -> Callable[[GenerateRequest], Awaitable[Completion]]:
     turns = itertools.count()
@@ -148,6 +145,12 @@ class EpisodeRunner:
       return completion
 
     return generate
+
+  def _begin_closing(self, rollout_id: int, name: str, environment: Environment) -> None:
+    """Closes an environment in a task of its own: a slow close holds no rollout's place."""
+    closing = asyncio.create_task(self._close(environment, name), name=f"closing of rollout {rollout_id}")
+    self.closing.add(closing)
+    closing.add_done_callback(self._closed)
 
   def _closed(self, closing: asyncio.Task) -> None:
     self.closing.discard(closing)

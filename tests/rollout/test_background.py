@@ -446,6 +446,20 @@ def test_what_a_callback_of_the_loop_raises_ends_the_run_and_what_an_environment
     assert caught_by_the_main_loop(loop) is error
 
 
+def test_what_an_environments_constructor_leaves_behind_does_not_end_the_run(caplog):
+  def fault():
+    raise Original("in a callback")
+
+  def make():
+    asyncio.get_running_loop().call_soon(fault)
+    return FakeEnvironment()
+
+  loop = make_loop(make, admission_staleness=0)
+  with Running(loop):
+    assert len(loop.buffer.take(4, 0, timeout=20.0)) == 4 and loop.error is None
+  assert any("left behind by making environment 'fake'" in record.message for record in caplog.records)
+
+
 def test_a_trainer_that_asks_after_the_fault_is_told_all_the_same():
   error = Original("long ago")
   loop = make_loop(sampler=FakeSampler(reply=lambda request: (_ for _ in ()).throw(error)))

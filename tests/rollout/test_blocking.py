@@ -126,6 +126,18 @@ def test_an_evaluation_names_the_call_and_the_remedy_and_counts_everybody_else()
     assert part in str(failure)
 
 
+def test_an_environment_that_took_too_long_to_be_made_is_closed():
+  class Slow(FakeEnvironment):
+    def __init__(self):
+      super().__init__()
+      made.append(self)
+      time.sleep(TIMEOUT + 0.1)
+
+  made = []
+  (failure,) = run_episodes(Slow, 1)
+  assert isinstance(failure, EventLoopBlocked) and [one.closed for one in made] == [True]
+
+
 def test_time_that_nobody_answers_for_is_charged_to_nobody():
   async def block_behind_everybodys_back():
     asyncio.get_running_loop().call_soon(time.sleep, BLOCK)  # as a paused process, or a collection of garbage

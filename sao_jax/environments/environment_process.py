@@ -19,9 +19,10 @@ from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.environments.base import EnvironmentSpec, StepResult, check_step_result, check_token_ids
 from sao_jax.environments.synchronous import Places, SynchronousEnvironment, ThreadedEpisode, check_workers
 from sao_jax.environments.wrappers import Wrapper
-from sao_jax.episode import EnvironmentFailure, GraderFailure, InfrastructureFailure, Prompt, Status
+from sao_jax.episode import BadPrompt, EnvironmentFailure, GraderFailure, InfrastructureFailure, Prompt, Status
 from sao_jax.rewards.grader_pool import pickle_request, pickle_setup
 from sao_jax.rewards.queueing import waiting
+from sao_jax.rewards.scalar import check_reward
 from sao_jax.rewards.worker_process import WorkerLost, WorkerProcess
 
 MAX_ANSWER = 2**28  # bytes
@@ -159,6 +160,9 @@ class _Remote(SynchronousEnvironment):
       raise InfrastructureFailure(self._name, f"its worker process {error}, in {method}") from error
     if problem is not None:
       raise RuntimeError(problem)
+    if "bad_prompt" in answer:
+      *sentence, reason = answer["bad_prompt"]
+      raise BadPrompt(*sentence, reason=reason)
     if "failure" in answer:
       kind, text, retryable = answer["failure"]
       raise FAILURES[kind](self._name, text, retryable=retryable)
@@ -189,6 +193,8 @@ class _Host:
     except EnvironmentFailure as failure:
       kind = next(name for name, kind in FAILURES.items() if isinstance(failure, kind))
       return {"failure": [kind, failure.problem, failure.retryable]}
+    except BadPrompt as problem:
+      return {"bad_prompt": [problem.field, problem.problem, problem.remedy, problem.reason]}
     except OSError as error:
       return {"failure": ["InfrastructureFailure", f"{method} raised {type(error).__name__}: {error}", True]}
 
@@ -204,9 +210,9 @@ class _Host:
     fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
     return fields | {"observation": result.observation.tolist(), "info": _numbers(result.info)}
 
-  def _on_truncated(self, status: Status) -> Any:
+  def _on_truncated(self, status: Status) -> float:
     reward = getattr(self._environment, "on_truncated", lambda status: 0.0)(status)
-    return reward.item() if isinstance(reward, np.generic) else reward
+    return check_reward(reward, self._settings.name)
 
   def _close(self) -> None:
     environment, self._environment = self._environment, None

@@ -231,6 +231,8 @@ class ThreadedEpisode(Environment):
 
     def clean_up() -> None:
       try:
+        if what == "close":  # it has just returned
+          return
         made = self._inner is None and not future.cancelled() and future.exception() is None
         getattr(future.result() if made else self._inner, "close", lambda: None)()
       except BaseException:

@@ -74,7 +74,10 @@ class GraderPool:
     if not self._finalizer.alive:
       raise GraderFailure(environment, "the graders have been closed")
     self._tasks.put(task)
-    return await asyncio.wrap_future(task.future)
+    try:
+      return await asyncio.wrap_future(task.future)
+    finally:
+      task.begins()  # if it never did: nobody waits any more
 
   def close(self) -> None:
     """Kills the workers; happens by itself when the pool is garbage-collected, and at the interpreter's exit."""
@@ -140,7 +143,6 @@ class _WorkerThread:
         task.future.set_result(self._grade(task))
       except BaseException as error:
         task.future.set_exception(error)
-      task.begins()  # if it never did
     self._drop()
 
   def _grade(self, task: _Task) -> float:

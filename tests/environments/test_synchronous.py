@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -20,7 +21,8 @@ from toys.synchronous_toy import Misbehaving, Threaded, prompt
 from sao_jax.configuration import config_tree
 from sao_jax.environments import Calculator, Chaos, InProcesses, InThreads, StepResult
 from sao_jax.environments.base import DemonstratingSpec
-from sao_jax.episode import EnvironmentFailure, GraderFailure, InfrastructureFailure, Trajectory
+from sao_jax.environments.synchronous import ThreadedEpisode
+from sao_jax.episode import BadPrompt, EnvironmentFailure, GraderFailure, InfrastructureFailure, Trajectory
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.grader_pool import GraderPool
 from sao_jax.rollout.ledger import Rollout
@@ -31,11 +33,11 @@ from sao_jax.rollout.runner import EpisodeRunner
 LIMITS = EpisodeLimits(9, 1000, 50, 1000, 10**6, 100)
 
 
-def play(make, *kinds: str, timeout: float = 20.0, beside=None) -> list[Trajectory | BaseException]:
+def play(make, *kinds: str, timeout: float = 20.0, beside=None, limits=LIMITS) -> list[Trajectory | BaseException]:
   """One episode of each kind, side by side, and a coroutine beside them."""
 
   async def run_all():
-    runner = EpisodeRunner(make, FakeSampler(), LIMITS, timeout=timeout)
+    runner = EpisodeRunner(make, FakeSampler(), limits, timeout=timeout)
     episodes = [runner.run(Rollout(number, prompt(kind, number))) for number, kind in enumerate(kinds)]
     others = [beside()] if beside is not None else []
     results = await asyncio.gather(*episodes, *others, return_exceptions=True)
@@ -113,6 +115,43 @@ def test_waiting_for_a_grader_uses_up_nobodys_time():
   assert [getattr(result, "reward", result) for result in results] == [1.0] * 4
 
 
+def test_a_call_that_gave_a_grader_up_is_charged_for_its_time_again():
+  pool = GraderPool(synchronous_toy.nap, processes=1)
+
+  class Impatient(FakeEnvironment):
+    async def step(self, action_ids):
+      busy = asyncio.create_task(pool.grade("fake", 3600.0))
+      await asyncio.sleep(0.05)
+      with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(pool.grade("fake", 0.0), 0.05)
+      await asyncio.sleep(5)
+      await busy
+
+  (failure,) = play(Impatient, "", timeout=0.4)
+  pool.close()
+  assert isinstance(failure, EnvironmentTimeout)
+
+
+def test_an_episode_whose_close_was_given_up_is_not_closed_again(toy):
+  class Slow(synchronous_toy.ThreadedToy):
+    def close(self):
+      super().close()
+      self.event.wait(20)
+
+  async def run():
+    toy_episode, places = Slow(toy.event), InThreads(toy).places
+    episode = ThreadedEpisode("fake", places, lambda: toy_episode)
+    await episode.reset(prompt(""))
+    with pytest.raises(asyncio.TimeoutError):
+      await asyncio.wait_for(episode.close(), 0.05)
+    toy.event.set()
+    while places.abandoned:
+      await asyncio.sleep(0.001)
+    return toy_episode.calls
+
+  assert [name for name, _ in asyncio.run(run())] == ["make", "reset", "close"]
+
+
 def test_processes_play_one_episode_after_the_other_and_what_fails_keeps_its_type():
   spec = InProcesses(Misbehaving(), workers=1)
   assert spec.prompts(spec.tokenizer(), "train", 0)[0].data == {"kind": ""}
@@ -125,12 +164,14 @@ def test_processes_play_one_episode_after_the_other_and_what_fails_keeps_its_typ
     "infrastructure": (InfrastructureFailure, "server gone"),
     "grader": (GraderFailure, "crashed"),
     "garbage": (EnvironmentFailure, "the prompt is not an array of token ids|the prompt must be integers"),
+    "no picture": (BadPrompt, "prompts: no picture\n.*drop it"),
     "leave": (UnexpectedFailure, "SystemExit: 3"),
     "hang": (EnvironmentTimeout, "step took longer than 0.5 s"),
   }
   for kind, (failure, text) in expected.items():
     (result,) = play(lambda: spec.make(None), kind, timeout=0.5 if kind == "hang" else 20.0)
     assert type(result) is failure and re.search(text, str(result))
+  assert play(lambda: spec.make(None), "talk", limits=dataclasses.replace(LIMITS, max_turns=1))[0].reward == 0.5
 
   # What hung was killed, and is replaced.
   wait_until(lambda: not os.path.exists(f"/proc/{int(one.reward)}"))

@@ -12,7 +12,7 @@ import numpy as np
 
 from sao_jax.environments.base import StepResult
 from sao_jax.environments.synchronous import SynchronousEnvironment
-from sao_jax.episode import GraderFailure, InfrastructureFailure, Prompt, PromptKey
+from sao_jax.episode import BadPrompt, GraderFailure, InfrastructureFailure, Prompt, PromptKey
 
 STOP = 2
 
@@ -46,6 +46,8 @@ class MisbehavingEpisode(SynchronousEnvironment):
 
   def reset(self, prompt):
     self.kind = prompt.data["kind"]
+    if self.kind == "no picture":
+      raise BadPrompt("prompts", "no picture", "drop it", reason="no_picture")
     if self.kind == "garbage":
       return "no ids"
     return np.int32([3, 4])
@@ -61,12 +63,14 @@ class MisbehavingEpisode(SynchronousEnvironment):
       sys.exit(3)
     if self.kind == "die":
       os._exit(4)
+    if self.kind == "talk":
+      return StepResult([5], done=False)
     if self.kind == "hang":
       time.sleep(3600)
     return StepResult([], True, float(os.getpid()), {"length": np.int64(len(action_ids))})
 
   def on_truncated(self, status):
-    return np.float32(0.5)
+    return np.array(0.5)  # of no dimension
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 from typing import Any, NamedTuple
@@ -31,6 +32,10 @@ class Prompt:
 
   key: PromptKey
   data: dict[str, Any]
+
+  def copy(self) -> Prompt:
+    """Returns an equal prompt with data of its own, for whoever may change it."""
+    return dataclasses.replace(self, data=copy.deepcopy(self.data))
 
 
 class Status(enum.Enum):

@@ -11,6 +11,7 @@ from absl import logging
 from sao_jax.config import RunConfig
 from sao_jax.data.prompts import check_prompts_of
 from sao_jax.episode import BadPrompt, EnvironmentFailure, Prompt, Trajectory
+from sao_jax.errors import ConfigError
 from sao_jax.evaluation.event_loop import run_in_background
 from sao_jax.interrupt import StopSignal
 from sao_jax.rollout.calls import call_environment, failures_of, make_environment
@@ -19,10 +20,11 @@ from sao_jax.rollout.loop_clock import LoopClock
 from sao_jax.rollout.outages import Outages
 from sao_jax.rollout.outcomes import BadEvidence, EnvironmentDown, PromptEmpty, PromptTooLong, RolloutSilent
 from sao_jax.rollout.prompt_stream import check_prompt
-from sao_jax.rollout.run_episode import EpisodeLimits
+from sao_jax.rollout.run_episode import EpisodeLimits, check_stop_ids
 from sao_jax.rollout.runner import EpisodeRunner
 from sao_jax.rollout.watchdog import Activity, describe_tasks
 from sao_jax.sampler.service import SamplerService
+from sao_jax.sampler.state import MAX_STOP_IDS
 
 CHECKED_PROMPTS = 16
 
@@ -147,17 +149,25 @@ def check_prompts(config: RunConfig) -> None:
 
   Raises:
     BadPrompt: names what is wrong with the prompts, and the remedy.
+    ConfigError: the environment's `stop_ids` are none.
   """
   tokenizer = config.environment.tokenizer()
 
   async def read(prompt: Prompt, clock: LoopClock) -> int:
-    """Returns the length of a prompt, as a fresh environment poses it."""
+    """Returns the length of a prompt, as a fresh environment poses it; refuses impossible stop ids."""
     name, seconds = prompt.key.environment, config.rollout.environment_timeout
     environment = make_environment(lambda: config.environment.make(tokenizer), name, seconds, clock)
     try:
-      ids = await call_environment(lambda: environment.reset(prompt), name, "reset", seconds, clock)
+      ids = await call_environment(lambda: environment.reset(prompt.copy()), name, "reset", seconds, clock)
       with failures_of(name, "reading the prompt"):
-        return len(ids)
+        length = len(ids)
+      try:
+        with failures_of(name, "reading stop_ids"):
+          check_stop_ids(environment.stop_ids, environment=name, vocab_size=config.model.vocab_size)
+      except EnvironmentFailure as failure:
+        remedy = f"Give it at most {MAX_STOP_IDS} ids, below model.vocab_size."
+        raise ConfigError("environment", failure.problem, remedy) from failure
+      return length
     finally:
       await call_environment(lambda: environment.close(), name, "close", seconds, clock)
 

@@ -5,18 +5,17 @@ Both are arguments and speak token ids, so neither has to live in this process.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sao_jax.config import RolloutConfig
 from sao_jax.environments.base import Environment, StepResult, check_step_result, check_token_ids
-from sao_jax.episode import Prompt, Status, Trajectory
+from sao_jax.episode import EnvironmentFailure, Prompt, Status, Trajectory
 from sao_jax.rewards.scalar import check_reward
 from sao_jax.rollout.builder import TrajectoryBuilder
 from sao_jax.rollout.calls import call_environment, failures_of
@@ -24,6 +23,7 @@ from sao_jax.rollout.evidence import check_completion, check_routed_experts
 from sao_jax.rollout.loop_clock import LoopClock
 from sao_jax.rollout.outcomes import PromptEmpty, PromptTooLong
 from sao_jax.sampler.requests import Completion, GenerateRequest
+from sao_jax.sampler.state import MAX_STOP_IDS
 
 T = TypeVar("T")
 
@@ -181,6 +181,18 @@ async def run_episode(
   return builder.build(reward, status, info)
 
 
+def check_stop_ids(stop_ids: Any, *, environment: str, vocab_size: int) -> tuple[int, ...]:
+  """Checks the ids that end an action; returns them as plain integers.
+
+  Raises:
+    EnvironmentFailure: for anything but a few integers in [0, vocab_size).
+  """
+  ids = check_token_ids(tuple(stop_ids), environment=environment, vocab_size=vocab_size, what="stop_ids")
+  if len(ids) > MAX_STOP_IDS:
+    raise EnvironmentFailure(environment, f"stop_ids has {len(ids)} ids, more than {MAX_STOP_IDS}")
+  return tuple(ids.tolist())
+
+
 class _EnvironmentCaller:
   """Calls an environment with a time-out, and turns whatever goes wrong into an `EnvironmentFailure`."""
 
@@ -192,8 +204,7 @@ class _EnvironmentCaller:
   async def reset(self, prompt: Prompt) -> np.ndarray:
     # Nothing has been sampled yet, so a fresh instance may try again, whatever hung.
     # A copy: what an environment keeps in its prompt must not reach a checkpoint, nor another attempt.
-    own = dataclasses.replace(prompt, data=copy.deepcopy(prompt.data))
-    ids = await self._call("reset", lambda: self._environment.reset(own), retryable=True)
+    ids = await self._call("reset", lambda: self._environment.reset(prompt.copy()), retryable=True)
     with failures_of(self._name, "reading the prompt"):
       ids = check_token_ids(ids, environment=self._name, vocab_size=self._vocab_size, what="the prompt")
     if not len(ids):
@@ -202,7 +213,7 @@ class _EnvironmentCaller:
 
   def stop_ids(self) -> tuple[int, ...]:
     with failures_of(self._name, "reading stop_ids"):
-      return tuple(self._environment.stop_ids)
+      return check_stop_ids(self._environment.stop_ids, environment=self._name, vocab_size=self._vocab_size)
 
   async def step(self, action_ids: np.ndarray) -> StepResult:
     # A copy: what an environment does to its argument must not reach the trajectory.

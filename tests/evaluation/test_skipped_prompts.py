@@ -13,6 +13,7 @@ from toys.rollout_fakes import FakeSampler
 
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.episode import BadPrompt, EnvironmentFailure
+from sao_jax.errors import ConfigError
 from sao_jax.evaluation import heldout
 from sao_jax.evaluation.fixed_policy import check_prompts, run_episodes
 from sao_jax.rollout.outcomes import EnvironmentDown, NothingButBadPrompts, PromptEmpty, PromptTooLong
@@ -73,6 +74,27 @@ def test_the_start_refuses_a_data_set_without_a_single_prompt_that_fits():
   with pytest.raises(PromptTooLong, match="has 40 tokens") as error:
     check_prompts(make_config(data="long"))
   assert error.value.field == "sampler.context_length" and "above 40" in error.value.remedy
+
+
+def test_the_look_at_the_first_prompts_leaves_them_as_they_are(monkeypatch):
+  async def reset(self, prompt):
+    prompt.data["state"] = object()
+    return np.int32([1, 2])
+
+  monkeypatch.setattr(Lengths, "reset", reset)
+  config = make_config()
+  source = config.environment.prompts(None, "train", 0)
+  monkeypatch.setattr(Spec, "prompts", lambda self, tokenizer, split, seed: source)
+  check_prompts(config)
+  assert [list(prompt.data) for prompt in source] == [["number"]] * len(source)
+
+
+@pytest.mark.parametrize(("stop_ids", "problem"), [((10**6,), "stop_ids has ids from 1000000"), (None, "NoneType")])
+def test_the_start_refuses_stop_ids_that_no_sampler_could_use(stop_ids, problem, monkeypatch):
+  monkeypatch.setattr(Lengths, "stop_ids", stop_ids)
+  with pytest.raises(ConfigError, match=problem) as error:
+    check_prompts(make_config())
+  assert error.value.field == "environment" and "vocab_size" in error.value.remedy
 
 
 def test_the_start_refuses_data_that_no_checkpoint_could_hold():

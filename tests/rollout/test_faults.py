@@ -102,6 +102,24 @@ def test_bounded_retries_of_what_is_retryable(faults, reason, retryable):
   assert stats["submitted"] == stats[reason] == 1
 
 
+@pytest.mark.parametrize("stop_ids", [(100,), (-1,), ("x",), (None,), (2.5,), tuple(range(9)), None])
+def test_stop_ids_that_are_none_cost_one_rollout_and_never_reach_the_sampler(stop_ids):
+  made, sampler = [], FakeSampler()
+
+  def make():
+    made.append(FakeEnvironment())
+    if len(made) == 2:
+      made[-1].stop_ids = stop_ids
+    return made[-1]
+
+  loop = make_loop(make, sampler, admission_staleness=0)
+  with Running(loop):
+    train(loop, sampler, 1)
+    counters = loop.ledger.counters()
+  assert (counters["trained"], counters["failed_environment"]) == (4, 1)
+  assert {request.stop_ids for request in sampler.requests} == {(2,)}
+
+
 def test_a_retry_has_the_same_rollout_id_a_fresh_environment_and_session():
   attempts = []
 

@@ -8,10 +8,12 @@ import types
 
 import pytest
 from toys import training_toy
+from toys.wiring import program_module
 
-from launch import evaluate
 from sao_jax.evaluation.heldout import Evaluation
 from sao_jax.report.success_rate import success
+
+evaluate = program_module("evaluate")
 
 
 @pytest.mark.parametrize("ungraded, says", [(6, "each of the 6 episodes failed"), (0, "split has no prompts")])

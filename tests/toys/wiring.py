@@ -231,7 +231,7 @@ def _stubs(phase: str) -> Iterator[tuple[Calls, pytest.MonkeyPatch]]:
     yield calls, patch
 
 
-def _program(name: str) -> types.ModuleType:
+def program_module(name: str) -> types.ModuleType:
   """A program as a module; its flags are forgotten, since two programs have flags of the same name."""
   known = set(flags.FLAGS)
   module = importlib.import_module(f"launch.{name}")
@@ -248,7 +248,7 @@ def _begin(phase: str, config: RunConfig, patch: pytest.MonkeyPatch) -> None:
         begin(config, workdir, validated=True)
       return
 
-    program = _program(phase)
+    program = program_module(phase)
     for flag, value in (("_PHASE", ""), ("_PROMPT", 0), ("_TEMPERATURE", 0.25)):
       if hasattr(program, flag):
         patch.setattr(program, flag, types.SimpleNamespace(value=value))

@@ -7,6 +7,9 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+# Not where it is used: while it is imported, etils replaces `__import__` for all threads, and a train step that another
+# thread traces meanwhile would get modules that are none.
+import grain  # noqa: F401
 import numpy as np
 
 from sao_jax.config import RunConfig

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import subprocess
+import sys
 import time
 from typing import NamedTuple
 
 import pytest
+from toys import processes
+from toys.paths import REPOSITORY
 from toys.rollout_fakes import FakeEnvironment, FakeSampler, make_loop
 
 from sao_jax.interrupt import POLL, Interrupt
@@ -199,3 +203,8 @@ def test_a_state_saved_within_a_step_has_its_batch_as_buffered():
   again.load_state_dict(state, arrays)
   with again:
     assert ids(again.take(0)) == ids(batch)
+
+
+def test_what_replaces_the_import_of_all_threads_is_imported_before_steps_compile():
+  program = "import sys, sao_jax.training.loop; sys.exit('grain' not in sys.modules)"
+  subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, env=processes.environment(), timeout=120, check=True)

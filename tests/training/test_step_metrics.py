@@ -97,7 +97,7 @@ def test_what_the_event_model_expects_is_said_once(tau, biased, caplog):
   """From version to version one step of 1 s; a quarter of the episodes takes four of them."""
   config = RolloutConfig(batch_size=4, admission_staleness=2, max_staleness=tau)
   loop, expectation = make_loop(batch_size=4, admission_staleness=9), Expectation(config, places=8)
-  with caplog.at_level(logging.INFO):
+  with caplog.at_level(logging.INFO, logger="absl"):
     expectation.look(loop)  # nothing is known yet
     fill(loop.buffer, *(trajectory(i, 4.0 if i % 4 == 0 else 0.5) for i in range(8)))
     expectation.look(loop)

@@ -199,16 +199,16 @@ def _fields(trajectory: Trajectory) -> dict[str, np.ndarray]:
 
 def _pieces(places: dict[Part, tuple[int, int]], shape: tuple[int, int]) -> Pieces | None:
   """Returns the table of the trajectories that have several parts; None where every one lies in one place."""
-  cut = sorted(part for part in places if part.start > 0)
-  of = sorted({part.trajectory for part in cut})
+  cut = sorted({part.trajectory for part in places if part.start > 0})
   if not cut:
     return None
-  pieces = sorted(part for part in places if part.trajectory in set(of))
+  numbers = {trajectory: number for number, trajectory in enumerate(cut, start=1)}
+  pieces = sorted(part for part in places if part.trajectory in numbers)
 
   table = Pieces(np.zeros(shape, np.int32), *np.zeros((3, PIECES_PER_ROW * shape[0]), np.int32))
   for index, part in enumerate(pieces):
     row, column = places[part]
     table.ids[row, column : column + part.length] = index + 1
-    table.trajectory[index] = 1 + of.index(part.trajectory)
+    table.trajectory[index] = numbers[part.trajectory]
     table.row[index], table.column[index] = row, column
   return table

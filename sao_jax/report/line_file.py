@@ -51,7 +51,7 @@ class LineFile:
         with contextlib.suppress(OSError):
           self._file.truncate(end)
         if not self._failing:
-          logging.error("%s takes no further line: %s. They wait in memory until it does.", self._path, error)
+          logging.error("%s takes no further line: %s.", self._path, error)
         self._failing = True
         return
       self._waiting.popleft()

@@ -24,7 +24,9 @@ WINDOW = 50  # steps over which used episodes are compared with generated ones
 
 
 class Waits:
-  """Seconds in which the trainer waits, and no train step runs, by what it waits for.
+  """Seconds in which the trainer waits, by what it waits for.
+
+  No train step runs meanwhile, but for those of the critic alone, which nothing waits for: their share is too large.
 
   Example:
     with waits("save"):

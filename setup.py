@@ -12,7 +12,7 @@ EXTRAS = {
   "report": ["matplotlib>=3.9,<4", "tensorboardX>=2.6.2,<3", "jinja2>=3.1,<4"],
   "cuda": ["jax[cuda13]>=0.10.2,<0.12"],
   "tpu": ["jax[tpu]>=0.10.2,<0.12"],
-  "aot": ["libtpu>=0.0.30,<0.1"],
+  "aot": ["jax[tpu]>=0.10.2,<0.12"],  # libtpu as jax pins it: programs of a newer one cannot be printed
   "notebooks": ["ipykernel>=6.29,<8", "nbclient>=0.10,<1", "nbformat>=5.10,<6"],
   "test": [
     *("pytest>=9,<10", "pytest-xdist>=3.7,<4", "pytest-timeout>=2.4,<3"),

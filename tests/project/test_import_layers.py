@@ -19,7 +19,7 @@ ROOMS = (
   *("errors", "json_values", "config", "configuration", "episode", "interrupt", "run_lock", "announce", "types"),
   *("parallel", "models", "sampler", "algorithm", "checkpoints", "huggingface"),
   *("rewards", "data", "chat", "environments", "rollout"),
-  *("report", "learner", "evaluation", "training", "benchmarks", "launch"),
+  *("report", "learner", "evaluation", "training", "benchmarks", "pod", "launch"),
 )
 # The algorithm knows no model, no mesh and no sampler.
 ALGORITHM_MAY_USE = {"errors", "config", "types", "algorithm"}

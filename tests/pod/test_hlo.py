@@ -1,0 +1,125 @@
+"""The reader of optimised programs, on short texts as a TPU's compiler prints them, and on compiled programs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from toys.paths import TESTS
+
+from sao_jax.pod.communication import axes_of, bytes_by_kind_and_axes, collectives, first_group
+from sao_jax.pod.hlo import arrays_of, parse
+from sao_jax.pod.matrix_products import kernels, largest_products, products
+from sao_jax.pod.traffic import arrays_quadratic_in, hbm_bytes, hbm_bytes_by_operation, largest_arrays
+
+MESH = {"data": 1, "fsdp": 2, "expert": 2, "tensor": 1, "context": 2}
+
+# A loop of 48 layers, each of them a fusion, a product, and a loop of 3 rounds; the last loop depends on data.
+LOOPS = (TESTS / "pod/loops.hlo").read_text(encoding="utf-8")
+
+# An overlapped gather in three fusions, of which the first sends; a scatter that XLA writes as a sum; a gather over
+# the whole mesh, which it writes as a sum too; a permutation along "context", and one that goes nowhere.
+COMMUNICATION = (TESTS / "pod/communication.hlo").read_text(encoding="utf-8")
+
+
+def test_types_are_read():
+  arrays = arrays_of("(bf16[2,128]{1,0:T(8,128)(2,1)S(1)}, s4[6]{0}, /*index=2*/pred[]{:T(512)}, u32[]{:S(2)})")
+  assert [str(array) for array in arrays] == ["bf16[2,128]", "s4[6]", "pred[]", "u32[]"]
+  assert [array.bytes for array in arrays] == [512, 3, 1, 4]
+  assert [array.in_hbm for array in arrays] == [False, True, True, False]
+
+
+def test_loops_are_multiplied_out():
+  program = parse(LOOPS, unknown_trips=8)
+  assert program.entry == "main" and program.unknown_loops == ("rest",)
+  # 48 layers, and 8 rounds of a loop that nobody knows the length of; the inner loop has 3 rounds in each.
+  assert program.runs["body"] == 48 + 8 and program.runs["short_body"] == 3 * 56
+  assert parse(LOOPS).runs["body"] == 49
+  assert program.fused == {"fused"}
+
+
+def test_products_and_kernels():
+  found = products(parse(LOOPS))
+  (dot,) = (each for each in found if not each.kernel)
+  assert (dot.flops, dot.runs, dot.passes) == (2 * 4 * 512 * 256, 49, 6)
+  (kernel,) = (each for each in found if each.kernel)
+  assert (kernel.flops, kernel.runs, kernel.kernel) == (1000, 49, "w")
+  assert kernels(parse(LOOPS)) == {"w": 49}
+  assert largest_products(found)[0] == ("jit(step)/while/body/dot_general", 49 * 2 * 4 * 512 * 256)
+
+
+def test_traffic():
+  program = parse(LOOPS)
+  # Fusion: reads and writes bf16[4,256]. The kernel says 70. The dot reads both and writes f32[4,512].
+  layer = 2 * 2048 + 70 + (2048 + 2 * 256 * 512 + 4 * 4 * 512)
+  inner = 3 * 32  # a negation that reads from VMEM
+  # Every round of a loop calls its condition as often; its fusion writes a flag and reads the state.
+  condition = 1 + 4 + 2048 + 32
+  comparison = 1 + 4 + 4  # of two numbers, in the condition of the inner loop
+  assert hbm_bytes(program) == 49 * (layer + inner + condition) + 49 * 3 * comparison
+  assert hbm_bytes_by_operation(program)[0][0] == "dot jit(step)/while/body/dot_general"
+  assert [str(sized.array) for sized in largest_arrays(program, 2)] == ["bf16[256,512]", "f32[4,512]"]
+  assert [str(sized.array) for sized in arrays_quadratic_in(program, 256)] == ["bf16[256,512]"]
+  assert not arrays_quadratic_in(program, 257)
+
+
+def test_communication_is_counted_once_and_by_axes():
+  found = collectives(parse(COMMUNICATION), MESH)
+  kinds = {(each.kind, each.axes): (each.group, each.wire_bytes, str(each.array)) for each in found}
+  assert kinds == {
+    ("all-gather", "fsdp"): (2, 2 * 256 * 256 / 2, "bf16[256,256]"),
+    ("reduce-scatter", "expert"): (2, 4 * 64 / 2, "f32[64]"),
+    ("all-gather as all-reduce", "fsdp*expert*context"): (8, 2 * 4 * 64 * 7 / 8, "f32[64]"),
+    ("reduce-scatter", "fsdp*expert"): (4, 4 * 64 * 3 / 4, "f32[64]"),
+    ("collective-permute", "context"): (2, 4 * 16, "f32[16]"),
+  }
+  assert next(iter(bytes_by_kind_and_axes(found))) == ("all-gather", "fsdp")
+
+
+@pytest.mark.parametrize(
+  "text, group",
+  [
+    ("replica_groups={{0,2},{1,3}}", [0, 2]),
+    ("replica_groups=[4,2]<=[8]", [0, 1]),
+    ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", [0, 1, 4, 5]),
+    ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [0, 1, 4, 5]),
+    ("replica_groups=mesh['a'=2,'b'=4]<=[4,2]T(1,0) {'b'}", [0, 2, 4, 6]),
+    ("to_apply=%add", []),
+  ],
+)
+def test_groups_are_read_in_all_notations(text, group):
+  assert first_group(f"channel_id=1, {text}, use_global_device_ids=true") == group
+
+
+def test_axes_of_groups():
+  assert axes_of([0, 1], MESH) == "context" and axes_of([0, 2, 4, 6], MESH) == "fsdp*expert"
+  assert axes_of([0, 8], MESH) == axes_of([], MESH) == "?"
+
+
+def test_a_convolution_that_is_a_batched_product():
+  text = """ENTRY %main (a: bf16[2,256,1,64], b: bf16[1,2,128,64]) -> bf16[2,256,2,128] {
+  %a = bf16[2,256,1,64]{3,2,1,0} parameter(0)
+  %b = bf16[1,2,128,64]{3,2,1,0} parameter(1)
+  ROOT %c = bf16[2,256,2,128]{3,2,1,0} convolution(%a, %b), window={size=1x2 pad=0_0x1_1}, dim_labels=0b1f_01oi->0b1f
+}
+"""
+  (product,) = products(parse(text))
+  # 256 rows of 64 numbers times [64, 2 · 128], for each of the 2 that the first axis counts.
+  assert product.flops == 2 * 2 * 256 * 64 * (2 * 128)
+
+
+def test_a_compiled_program_is_read():
+  """XLA's own text: two products in a loop of five rounds."""
+
+  def program(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) @ w, None), x, w)[0]
+
+  shapes = jax.ShapeDtypeStruct((64, 128), jnp.float32), jax.ShapeDtypeStruct((5, 128, 128), jnp.float32)
+  found = parse(jax.jit(program).lower(*shapes).compile().as_text())
+  assert sum(each.flops * each.runs for each in products(found)) == 5 * 2 * 2 * 64 * 128 * 128
+  assert not found.unknown_loops and not collectives(found, {"data": 1})
+
+
+def test_what_is_no_program_is_refused():
+  with pytest.raises(ValueError, match="no program"):
+    parse("nothing")

@@ -10,7 +10,7 @@ from sao_jax.config import RunConfig
 from sao_jax.learner.placement import make_sampler_mesh, place
 from sao_jax.learner.setup import Learner
 from sao_jax.models.lora import merge_lora
-from sao_jax.parallel.layout import Layout
+from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.publish import make_publish
 from sao_jax.sampler.engine import Engine
 from sao_jax.sampler.scheduler import Scheduler
@@ -29,7 +29,7 @@ def make_publisher(learner: Learner) -> Callable[[PyTree], PyTree]:
   if sampler_mesh is None:
     target = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(devices[0]), specs)
   else:
-    target = Layout(sampler_mesh).param_shardings(specs)
+    target = Layout(sampler_mesh, SAMPLER_RULES).param_shardings(specs)
   dtypes = jax.tree.map(lambda spec: spec.compute_dtype or learner.config.model.dtype, specs)
   return make_publish(target, dtypes, prepare=merge_lora)
 

@@ -57,7 +57,7 @@ def make_critic_apply(
 
   def critic_apply(params: Params, batch: TrajectoryBatch) -> jax.Array:
     hidden, _ = packed_trunk(params, config, batch, layout)  # the policy's experts are not the critic's
-    return linear(hidden, params["value_head"], dtype=jnp.float32)
+    return linear(hidden, params["value_head"], layout, dtype=jnp.float32)
 
   return critic_apply
 

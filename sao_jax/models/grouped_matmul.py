@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from sao_jax.parallel.layout import ONE_DEVICE
+
 Params = Any
 RowFunction = Callable[[Params, jax.Array], jax.Array]
 
@@ -20,9 +22,9 @@ MEGABLOX_TILE = (512, 1024, 1024)  # rows, contracted width, output width; clipp
 
 
 def choose_implementation(name: str, platform: str | None = None) -> str:
-  """The implementation to use; "auto" is megablox on a TPU and blocked elsewhere, by default on this platform."""
+  """The implementation to use; "auto" is megablox on a TPU and blocked elsewhere, by default on the default device."""
   if name == "auto":
-    return "megablox" if (platform or jax.default_backend()) == "tpu" else "blocked"
+    return "megablox" if (platform or ONE_DEVICE.platform) == "tpu" else "blocked"
   return name
 
 

@@ -9,9 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
+
 
 def linear(
-  x: Float[Array, "*batch D"], weight: Float[Array, "D ..."], *, dtype: Any = None, precision: Any = None
+  x: Float[Array, "*batch D"],
+  weight: Float[Array, "D ..."],
+  layout: Layout = ONE_DEVICE,
+  *,
+  dtype: Any = None,
+  precision: Any = None,
 ) -> Array:
   """x · weight over the last axis of `x` and the first of `weight`, which is cast to the dtype of `x`.
 
@@ -21,16 +28,19 @@ def linear(
   Elsewhere axes stay apart, so that each keeps its sharding.
   """
   weight = weight.astype(x.dtype)
-  if jax.default_backend() != "cpu":
+  if layout.platform != "cpu":
     return jnp.tensordot(x, weight, axes=1, precision=precision, preferred_element_type=dtype)
   x_2d, weight_2d = x.reshape(-1, x.shape[-1]), weight.reshape(weight.shape[0], math.prod(weight.shape[1:]))
   out = jnp.dot(x_2d, weight_2d, precision=precision, preferred_element_type=dtype)
   return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
-def feed_forward(params: dict[str, Any], x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+def feed_forward(
+  params: dict[str, Any], x: Float[Array, "*batch D"], layout: Layout = ONE_DEVICE
+) -> Float[Array, "*batch D"]:
   """down(silu(gate(x)) · up(x)); gate and up are [D, F], down is [F, D]."""
-  return linear(jax.nn.silu(linear(x, params["gate"])) * linear(x, params["up"]), params["down"])
+  gate, up = linear(x, params["gate"], layout), linear(x, params["up"], layout)
+  return linear(jax.nn.silu(gate) * up, params["down"], layout)
 
 
 def rms_norm(x: Float[Array, "*batch D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*batch D"]:

@@ -59,7 +59,7 @@ def token_logprobs(
 
   def block_logprobs(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     states, ids = block
-    logits = head_logits(params, config, states) / temperature
+    logits = head_logits(params, config, states, layout) / temperature
     logits = layout.constrain(logits, "batch", None, "vocab")
 
     # log softmax and its entropy from one exponential.

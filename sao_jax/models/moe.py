@@ -106,14 +106,14 @@ def moe_feed_forward(
 
   `replayed` are experts to use instead of those that the router prefers, -1 where there are none.
   """
-  routing = route(params, x, config, replayed)
+  routing = route(params, x, config, replayed, layout)
   routed = {name: params[name] for name in EXPERT_WEIGHTS}
   implementation = choose_implementation(config.moe_implementation, layout.platform)
   if layout.is_sharded:
     out, computed = _sharded_experts(routed, x, routing.weights, routing.experts, implementation, layout)
   else:
     out, computed = _local_experts(routed, x, routing.weights, routing.experts, implementation)
-  out = out + feed_forward(params["shared"], x) if "shared" in params else out
+  out = out + feed_forward(params["shared"], x, layout) if "shared" in params else out
   return out, Routed(routing.experts, routing.entropy, routing.agreeing, computed)
 
 

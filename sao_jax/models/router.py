@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.linear import linear
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params
 
 
@@ -35,6 +36,7 @@ def route(
   x: Float[Array, "*batch D"],
   config: ModelConfig,
   replayed: Int[Array, "*batch k"] | None = None,
+  layout: Layout = ONE_DEVICE,
 ) -> Routing:
   """Chooses k experts for every token; of equal ones the lower id wins, in the sampler as in the learner. All in fp32.
 
@@ -51,8 +53,9 @@ def route(
     config: static.
     replayed: experts to use instead (rollout routing replay, arXiv 2510.11370), -1 where the router chooses itself.
       Their weights are this router's, and so are the gradients.
+    layout: the one that the tokens are placed by.
   """
-  logits = linear(x.astype(jnp.float32), params["router"], precision=jax.lax.Precision.HIGHEST)
+  logits = linear(x.astype(jnp.float32), params["router"], layout, precision=jax.lax.Precision.HIGHEST)
 
   # What experts are chosen by, and what they are weighted by.
   if config.router == "sigmoid":

@@ -51,9 +51,9 @@ def param_specs(config: ModelConfig) -> Specs:
     router = "float32" if config.router == "sigmoid" else config.param_dtype
     moe = {
       "router": spec((dim, experts), ("embed", None), dtype=router, compute_dtype="float32"),
-      "gate": spec((experts, dim, width), ("expert", "embed", "mlp")),
-      "up": spec((experts, dim, width), ("expert", "embed", "mlp")),
-      "down": spec((experts, width, dim), ("expert", "mlp", "embed")),
+      "gate": spec((experts, dim, width), ("expert", "expert_embed", "mlp")),
+      "up": spec((experts, dim, width), ("expert", "expert_embed", "mlp")),
+      "down": spec((experts, width, dim), ("expert", "mlp", "expert_embed")),
     }
     if config.router == "sigmoid":
       moe["correction_bias"] = ParamSpec((experts,), (None,), "zeros", "float32", compute_dtype="float32")
@@ -111,7 +111,16 @@ def trunk(
     # x + attention(norm(x))
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
     out, carry, passed = kind.layer(
-      params["attention"], normed, table, config, attend, layer_index, carry, common=common, passed=passed
+      params["attention"],
+      normed,
+      table,
+      config,
+      attend,
+      layer_index,
+      carry,
+      common=common,
+      passed=passed,
+      layout=layout,
     )
     x = x + out
 
@@ -120,7 +129,7 @@ def trunk(
     if "moe" in params:
       out, routed = moe_feed_forward(params["moe"], normed, config, layout, replayed)
     else:
-      out = feed_forward(params["mlp"], normed)
+      out = feed_forward(params["mlp"], normed, layout)
     return (layout.constrain(x + out, "batch", "sequence", None), carry, passed), routed
 
   # One loop over each stack of equal layers.
@@ -159,7 +168,9 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
   return jax.checkpoint(layer, policy=policies[remat], prevent_cse=straight)
 
 
-def head_logits(params: Params, config: ModelConfig, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+def head_logits(
+  params: Params, config: ModelConfig, hidden: Float[Array, "*batch D"], layout: Layout = ONE_DEVICE
+) -> Float[Array, "*batch V"]:
   """Logits of the next token, accumulated and returned in fp32; the head is embedᵀ when it is tied."""
   head = params["embed"].T if config.tie_embeddings else params["head"]
-  return linear(hidden, head, dtype=jnp.float32)
+  return linear(hidden, head, layout, dtype=jnp.float32)

@@ -16,13 +16,18 @@ MeshAxes = str | tuple[str, ...] | None
 
 @dataclasses.dataclass(frozen=True)
 class AxisRules:
-  """The mesh axes of every logical axis; None replicates. Another table is `dataclasses.replace(rules, ...)`."""
+  """The mesh axes of every logical axis; None replicates. Another table is `dataclasses.replace(rules, ...)`.
+
+  Together the axes of a matrix name every mesh axis but "data": parameters, their gradients and moments are split over
+  all devices of a data shard. A layer's weights are gathered when it runs.
+  """
 
   batch: MeshAxes = ("data", "fsdp", "expert")
   slots: MeshAxes = ("data", "fsdp", "expert")
   sequence: MeshAxes = "context"
-  embed: MeshAxes = "fsdp"  # the model dimension of parameters; that of activations is never sharded
-  latent: MeshAxes = "fsdp"  # the compressed dimension of latent attention, where no "embed" stands beside it
+  embed: MeshAxes = ("fsdp", "context", "expert")  # of parameters; that of activations is never sharded
+  expert_embed: MeshAxes = ("fsdp", "context")  # of the experts' weights, which "expert" splits by expert
+  latent: MeshAxes = ("fsdp", "context", "expert")  # of latent attention, where no "embed" stands beside it
   heads: MeshAxes = "tensor"
   kv_heads: MeshAxes = "tensor"
   mlp: MeshAxes = "tensor"
@@ -37,6 +42,10 @@ class AxisRules:
 
 
 DEFAULT_RULES = AxisRules()
+
+# Of the sampler. A decode step has one token of each sequence: there is no sequence axis to split, and weights that
+# had to be gathered would be gathered for every token. Only "fsdp", where it is asked for, trades that for memory.
+SAMPLER_RULES = AxisRules(sequence=None, embed="fsdp", expert_embed="fsdp", latent="fsdp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +68,15 @@ class Layout:
     return self.mesh is not None and self.mesh.size > 1
 
   @property
-  def platform(self) -> str | None:
-    """The platform of the mesh ("cpu", "tpu", ...); None without a mesh: jax's default one."""
-    return None if self.mesh is None else self.mesh.devices.flat[0].platform
+  def platform(self) -> str:
+    """The platform that programs are compiled for ("cpu", "tpu", ...): that of the mesh, else of jax's default device.
+
+    Nothing else decides by platform, so that a mesh of TPUs that are not here gets the programs of a TPU.
+    """
+    if self.mesh is not None:
+      return self.mesh.devices.flat[0].platform
+    device = jax.config.jax_default_device
+    return device if isinstance(device, str) else (device or jax.local_devices()[0]).platform
 
   def shards(self, *logical: str | None) -> int:
     """The number of parts that these logical axes are split into, all together."""

@@ -61,7 +61,7 @@ def check_mesh_divides_model(layout: Layout, specs: Specs) -> None:
       parts = layout.shards(logical)
       if size % parts:
         raise ConfigError(
-          f"mesh.{'*'.join(layout.rules.mesh_axes(logical))}",
+          f"mesh.{'*'.join(axis for axis in layout.rules.mesh_axes(logical) if layout.mesh.shape[axis] > 1)}",
           f"{parts} devices cannot split the {logical!r} axis of {name}, which has size {size}.",
           f"choose a mesh size that divides {size}, or change the model.",
         )

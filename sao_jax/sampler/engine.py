@@ -18,7 +18,7 @@ from sao_jax.announce import announced
 from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.configuration.bounds import check_bounds
 from sao_jax.errors import ConfigError
-from sao_jax.parallel.layout import DEFAULT_RULES, Layout
+from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.params import Params, path_name
 from sao_jax.sampler import buckets, steps
 from sao_jax.sampler.fixed_weights import Weights
@@ -100,8 +100,7 @@ class Engine:
       ConfigError: a size is out of its bounds, or the slots do not split over the mesh.
     """
     check_bounds(sampler_config, "sampler.")
-    # A decode step has one token of each sequence: there is no sequence axis to split.
-    self._layout = Layout(mesh, dataclasses.replace(DEFAULT_RULES, sequence=None))
+    self._layout = Layout(mesh, SAMPLER_RULES)
     shards = self._layout.shards("slots")
     buckets.check_slots(sampler_config, shards)
 

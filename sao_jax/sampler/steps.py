@@ -164,7 +164,7 @@ def decode(
     )
 
     # The next token becomes the pending one, where the row goes on.
-    logits = head_logits(params, config, hidden[:, 0])
+    logits = head_logits(params, config, hidden[:, 0], layout)
     tokens, logprobs = sample_tokens(logits, uniforms[step], rows.temperature, rule)
     rows, emitted = _advance(rows, tokens, capacity)
 

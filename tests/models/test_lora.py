@@ -118,7 +118,7 @@ def test_the_start():
     assert first.dtype == jnp.float32 and abs(np.std(first) * inputs**0.5 - 1) < 0.05
     assert not b["attention"][name].initialize(key).any() and b["attention"][name].dtype == "float32"
   experts = lora_specs(param_specs(QWEN3_MOE), LoRAConfig(rank=4))["b"]["moe_layers"]["moe"]["down"]
-  assert experts.shape == (2, 4, 4, 32) and experts.axes == ("layers", "expert", None, "embed")
+  assert experts.shape == (2, 4, 4, 32) and experts.axes == ("layers", "expert", None, "expert_embed")
 
 
 def test_dtypes_of_the_sum():

@@ -17,9 +17,9 @@ from sao_jax.parallel.mesh import make_mesh
 CONFIG = ModelConfig(d_model=8, num_experts=4, d_ff_expert=8, d_ff_shared=0)
 AXES = {
   "router": ("embed", None),
-  "gate": ("expert", "embed", "mlp"),
-  "up": ("expert", "embed", "mlp"),
-  "down": ("expert", "mlp", "embed"),
+  "gate": ("expert", "expert_embed", "mlp"),
+  "up": ("expert", "expert_embed", "mlp"),
+  "down": ("expert", "mlp", "expert_embed"),
 }
 DATA = ("data", "fsdp", "expert")
 LAYOUTS = {
@@ -29,7 +29,10 @@ LAYOUTS = {
     AxisRules(expert=("expert", "tensor"), mlp=None),
   ),
   "tokens over tensor too": (MeshConfig(fsdp=2, expert=2, tensor=2), AxisRules(batch=(*DATA, "tensor"))),
-  "experts over context": (MeshConfig(fsdp=2, tensor=2, context=2), AxisRules(expert="context")),
+  "experts over context": (
+    MeshConfig(fsdp=2, tensor=2, context=2),
+    AxisRules(expert="context", expert_embed="fsdp"),
+  ),
   "replicated experts": (MeshConfig(fsdp=4, tensor=2), AxisRules(expert=None)),
   "nothing of the experts is split": (MeshConfig(data=4, fsdp=2), AxisRules(expert=None, mlp=None)),
 }

@@ -66,10 +66,11 @@ def test_shardings_follow_the_rules():
   shardings = Layout(mesh).param_shardings(specs)
   assert path_names(shardings) == path_names(specs)
   moe = shardings["moe_layers"]["moe"]
-  assert moe["gate"].spec == PartitionSpec(None, "expert", "fsdp", "tensor")
-  assert moe["down"].spec == PartitionSpec(None, "expert", "tensor", "fsdp")
-  assert shardings["embed"].spec == PartitionSpec("tensor", "fsdp")
-  assert shardings["moe_layers"]["attention"]["q"].spec == PartitionSpec(None, "fsdp", "tensor", None)
+  assert moe["gate"].spec == PartitionSpec(None, "expert", ("fsdp", "context"), "tensor")
+  assert moe["down"].spec == PartitionSpec(None, "expert", "tensor", ("fsdp", "context"))
+  everywhere = ("fsdp", "context", "expert")
+  assert shardings["embed"].spec == PartitionSpec("tensor", everywhere)
+  assert shardings["moe_layers"]["attention"]["q"].spec == PartitionSpec(None, everywhere, "tensor", None)
   assert ONE_DEVICE.spec("batch", "sequence", None) == PartitionSpec(("data", "fsdp", "expert"), "context", None)
   params = jax.jit(lambda key: init_params(specs, key), out_shardings=shardings)(jax.random.key(0))
   assert params["moe_layers"]["moe"]["gate"].sharding.shard_shape(params["moe_layers"]["moe"]["gate"].shape) == (

@@ -12,7 +12,7 @@ from toys.engine_toy import assert_agrees, multi_turns, params_of, play, schedul
 
 from sao_jax.config import MeshConfig
 from sao_jax.models.transformer import param_specs
-from sao_jax.parallel.layout import Layout
+from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.mesh import make_mesh
 from sao_jax.sampler.cache import read_window, write_rows
 from sao_jax.sampler.caches import empty_cache
@@ -63,7 +63,7 @@ def test_writing_and_reading_latents():
 def test_a_mesh_samples_what_one_device_samples():
   model = dataclasses.replace(LATENT, vocab_size=64, num_layers=2, indexer_types=("full", "shared"))
   mesh = make_mesh(MeshConfig(data=2, fsdp=1, expert=2, tensor=2), jax.devices()[:8])
-  sharded = jax.device_put(params_of(model), Layout(mesh).param_shardings(param_specs(model)))
+  sharded = jax.device_put(params_of(model), Layout(mesh, SAMPLER_RULES).param_shardings(param_specs(model)))
   engine = Engine(sharded, model, scheduler_of(model)._engine.config, seed=0, mesh=mesh)
   latent = engine._state.cache.latent
   assert latent.sharding.shard_shape(latent.shape) == (1, 2, 48, 16)  # slots over data and expert; all heads read it

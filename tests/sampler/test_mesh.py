@@ -13,7 +13,7 @@ import pytest
 from sao_jax.config import MeshConfig, ModelConfig, SamplerConfig
 from sao_jax.errors import ConfigError
 from sao_jax.models.transformer import param_specs
-from sao_jax.parallel.layout import Layout
+from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.mesh import make_mesh
 from sao_jax.parallel.params import init_params
 from sao_jax.sampler import steps
@@ -53,7 +53,7 @@ def test_mesh_equals_one_device():
   params = init_params(param_specs(MODEL), jax.random.key(0))
   expected = sample(Engine(params, MODEL, CONFIG, seed=0))
   mesh = make_mesh(MeshConfig(data=2, fsdp=1, expert=2, tensor=2), jax.devices()[:8])
-  sharded = jax.device_put(params, Layout(mesh).param_shardings(param_specs(MODEL)))
+  sharded = jax.device_put(params, Layout(mesh, SAMPLER_RULES).param_shardings(param_specs(MODEL)))
   engine = Engine(sharded, MODEL, CONFIG, seed=0, mesh=mesh)
   cache = engine._state.cache.k
   assert cache.sharding.shard_shape(cache.shape) == (2, 1, 1, 8, 32)  # slots over data and expert, kv heads over tensor
@@ -73,7 +73,7 @@ def test_no_program_gathers_the_cache():
   config = dataclasses.replace(CONFIG, num_slots=16, context_length=64, window_buckets=(64,))
   mesh = make_mesh(MeshConfig(data=2, fsdp=1, expert=2, tensor=2), jax.devices()[:8])
   specs = param_specs(model)
-  params = jax.device_put(init_params(specs, jax.random.key(0)), Layout(mesh).param_shardings(specs))
+  params = jax.device_put(init_params(specs, jax.random.key(0)), Layout(mesh, SAMPLER_RULES).param_shardings(specs))
   engine = Engine(params, model, config, seed=0, mesh=mesh)
   cache = engine._state.cache.k
   static = {"config": model, "window": 64, "layout": engine._layout}

@@ -66,17 +66,18 @@ def grouped_layer(
   *,
   common: Params,
   passed: None,
+  layout: Layout = ONE_DEVICE,
 ) -> tuple[Float[Array, "B T D"], Any, None]:
   """Projections, optional biases and q/k norm, rotary embedding, `attend`, output; see `kind.AttentionLayer`."""
   del common, passed
-  q, k, v = (linear(x, params[name]) for name in ("q", "k", "v"))
+  q, k, v = (linear(x, params[name], layout) for name in ("q", "k", "v"))
   if config.attention_bias:
     q, k, v = (part + params[name].astype(x.dtype) for part, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))
   if config.qk_norm:
     q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
     k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
   out, carry = attend(apply_rope(q, table), apply_rope(k, table), v, layer_index, carry)
-  return linear(out.reshape(*x.shape[:2], -1), params["o"].reshape(-1, x.shape[-1])), carry, None
+  return linear(out.reshape(*x.shape[:2], -1), params["o"].reshape(-1, x.shape[-1]), layout), carry, None
 
 
 def packed_attend(segment_ids: Int[Array, "B T"], layout: Layout = ONE_DEVICE) -> GroupedAttend:

@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.parallel.layout import Layout
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, Specs
 
 # Says what the queries of a call read. Packed rows and the sampler's cache make one, a layer of the same kind uses it;
@@ -34,6 +34,7 @@ class AttentionLayer(Protocol):
     *,
     common: Params,
     passed: Any,
+    layout: Layout = ONE_DEVICE,
   ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """Returns the output, the next carry and what is passed to the next layer.
 
@@ -47,6 +48,7 @@ class AttentionLayer(Protocol):
       carry: the state of `attend`, for example a cache.
       common: the parameters of `AttentionKind.common_specs`.
       passed: what the layer before has passed on; of the first layer `AttentionKind.start`.
+      layout: the one that parameters and tokens are placed by.
     """
 
 

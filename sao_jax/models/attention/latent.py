@@ -59,29 +59,37 @@ def latent_specs(config: ModelConfig) -> Specs:
 
 
 def latent_queries(
-  params: Params, x: Float[Array, "B T D"], table: tuple[Array, Array], config: ModelConfig
+  params: Params,
+  x: Float[Array, "B T D"],
+  table: tuple[Array, Array],
+  config: ModelConfig,
+  layout: Layout = ONE_DEVICE,
 ) -> tuple[Float[Array, "B T H q"], Float[Array, "B T Q"]]:
   """The queries, n plain numbers and r rotated ones per head, and the compressed vector that they come from."""
-  compressed = rms_norm(linear(x, params["q_a"]), params["q_a_norm"], LATENT_NORM_EPS)
-  plain, rotary = jnp.split(linear(compressed, params["q_b"]), [config.qk_nope_head_dim], axis=-1)
+  compressed = rms_norm(linear(x, params["q_a"], layout), params["q_a_norm"], LATENT_NORM_EPS)
+  plain, rotary = jnp.split(linear(compressed, params["q_b"], layout), [config.qk_nope_head_dim], axis=-1)
   return jnp.concatenate([plain, apply_interleaved_rope(rotary, table)], axis=-1), compressed
 
 
 def latent_keys(
-  params: Params, x: Float[Array, "B T D"], table: tuple[Array, Array], config: ModelConfig
+  params: Params,
+  x: Float[Array, "B T D"],
+  table: tuple[Array, Array],
+  config: ModelConfig,
+  layout: Layout = ONE_DEVICE,
 ) -> Float[Array, "B T m"]:
   """The latent of every token: compressed and normalised, then the rotated key."""
-  compressed, rotary = jnp.split(linear(x, params["kv_a"]), [config.kv_lora_rank], axis=-1)
+  compressed, rotary = jnp.split(linear(x, params["kv_a"], layout), [config.kv_lora_rank], axis=-1)
   rotary = apply_interleaved_rope(rotary[:, :, None], table)[:, :, 0]
   return jnp.concatenate([rms_norm(compressed, params["kv_a_norm"], LATENT_NORM_EPS), rotary], axis=-1)
 
 
 def expand(
-  latent: Float[Array, "B S m"], kv_b: Float[Array, "R H e"], plain_dim: int
+  latent: Float[Array, "B S m"], kv_b: Float[Array, "R H e"], plain_dim: int, layout: Layout = ONE_DEVICE
 ) -> tuple[Float[Array, "B S H q"], Float[Array, "B S H v"]]:
   """Keys and values of every head; `plain_dim` is n."""
   compressed, rotary = jnp.split(latent, [kv_b.shape[0]], axis=-1)
-  plain, values = jnp.split(linear(compressed, kv_b), [plain_dim], axis=-1)
+  plain, values = jnp.split(linear(compressed, kv_b, layout), [plain_dim], axis=-1)
   rotary = jnp.broadcast_to(rotary[:, :, None], (*plain.shape[:3], rotary.shape[-1]))
   return jnp.concatenate([plain, rotary], axis=-1), values
 
@@ -138,7 +146,7 @@ def packed_latent_attend(
     q: jax.Array, latent: jax.Array, kv_b: jax.Array, selection: Selection, layer_index: jax.Array, carry: Any
   ) -> tuple[jax.Array, Any]:
     del layer_index
-    k, v = expand(latent, kv_b, config.qk_nope_head_dim)
+    k, v = expand(latent, kv_b, config.qk_nope_head_dim, layout)
     return attention(q, k, v, mask if selection is None else selection), carry
 
   return LatentAttend(segment_ids.shape[1], select, attend)
@@ -155,14 +163,15 @@ def latent_layer(
   *,
   common: Params,
   passed: Selection,
+  layout: Layout = ONE_DEVICE,
 ) -> tuple[Float[Array, "B T D"], Any, Selection]:
   """Queries and latents of the tokens, the choice of what they read, `attend`, output; see `kind.AttentionLayer`.
 
   With sparse attention `passed` is the selection of the layer before; a layer without an indexer of its own reads it
   again, and passes it on.
   """
-  q, compressed = latent_queries(params, x, table, config)
-  latent = latent_keys(params, x, table, config)
+  q, compressed = latent_queries(params, x, table, config, layout)
+  latent = latent_keys(params, x, table, config, layout)
   selection = passed
 
   if config.index_topk:
@@ -173,7 +182,7 @@ def latent_layer(
     def choose() -> tuple[jax.Array, Any]:
       take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
       own = jax.tree.map(take, common["indexer_layers"])
-      return attend.select(index(own, x, compressed, table, config), number, carry)
+      return attend.select(index(own, x, compressed, table, config, layout), number, carry)
 
     if full.all():
       selection, carry = choose()
@@ -183,7 +192,8 @@ def latent_layer(
 
   # Absorbed or expanded, `attend` decides; heads are then joined and projected back.
   out, carry = attend.attend(q, latent, params["kv_b"], selection, layer_index, carry)
-  return linear(out.reshape(*x.shape[:2], -1), params["o"].reshape(-1, x.shape[-1])), carry, selection
+  out = linear(out.reshape(*x.shape[:2], -1), params["o"].reshape(-1, x.shape[-1]), layout)
+  return out, carry, selection
 
 
 def no_selection(config: ModelConfig, attend: LatentAttend, batch: int, length: int) -> Selection:

@@ -72,7 +72,7 @@ def rowwise_attention(
 def packed_attention(layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
   """Returns the function of (q, k, v, mask) for packed rows on these devices: one of the two above."""
   if not layout.is_sharded:
-    return rowwise_attention if jax.default_backend() == "cpu" else grouped_attention
+    return rowwise_attention if layout.platform == "cpu" else grouped_attention
 
   # The partitioner cannot split the loop over rows: every device then loops over its own rows and heads.
   whole_rows = layout.shards("sequence") == 1

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float
 from sao_jax.config import ModelConfig
 from sao_jax.models.linear import layer_norm, linear
 from sao_jax.models.rope import apply_interleaved_rope
+from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs
 
 INDEXER = ("q", "k", "k_norm", "k_norm_bias", "weights")
@@ -67,6 +68,7 @@ def index(
   compressed: Float[Array, "B T Q"],
   table: tuple[Array, Array],
   config: ModelConfig,
+  layout: Layout = ONE_DEVICE,
 ) -> Index:
   """Queries, head weights and keys; `compressed` is what the attention's own queries come from.
 
@@ -79,10 +81,10 @@ def index(
     rotary, plain = jnp.split(x, [rotary_dim], axis=-1)
     return jnp.concatenate([apply_interleaved_rope(rotary, table), plain], axis=-1)
 
-  keys = layer_norm(linear(x, params["k"]), params["k_norm"], params["k_norm_bias"], INDEXER_NORM_EPS)
-  weights = linear(x.astype(jnp.float32), params["weights"], precision=jax.lax.Precision.HIGHEST)
+  keys = layer_norm(linear(x, params["k"], layout), params["k_norm"], params["k_norm_bias"], INDEXER_NORM_EPS)
+  weights = linear(x.astype(jnp.float32), params["weights"], layout, precision=jax.lax.Precision.HIGHEST)
   scale = (config.index_num_heads * config.index_head_dim) ** -0.5
-  return Index(rotate(linear(compressed, params["q"])), weights * scale, rotate(keys[:, :, None])[:, :, 0])
+  return Index(rotate(linear(compressed, params["q"], layout)), weights * scale, rotate(keys[:, :, None])[:, :, 0])
 
 
 def index_scores(

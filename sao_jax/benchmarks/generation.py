@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
 import numpy as np
 
-from sao_jax.benchmarks.scale import TUNIX_PADDED_SAMPLING, TUNIX_USEFUL_SAMPLING, Scale
+from sao_jax.benchmarks.peers import Peers, sampling_task
+from sao_jax.benchmarks.scale import Scale
 from sao_jax.benchmarks.timing import decode_flops, interleave, make_gemm, median_ratio
 from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.learner import placement
@@ -53,17 +55,19 @@ def _sampler(scale: Scale, config: ModelConfig) -> dict[str, Any]:
   return result | {"gemm_flops_per_second": gemm_flops / statistics.median(seconds["gemm"])}
 
 
-def batching(scale: Scale) -> dict[str, Any]:
+def batching(scale: Scale, peers: Peers | None = None) -> dict[str, Any]:
   """Measures useful tokens per second with uneven answers, for two ways to fill the slots.
 
   Either every free slot is refilled at once, or waves of requests wait for their slowest one. Both ways run on the same
   engines, which leave finished slots out of their dispatches, so the ratio is the gain of refilling alone. For the
   waves, `waves_padded_tokens_per_second` counts every slot up to its wave's longest answer.
+
+  With `peers` google-tunix's sampler takes the same waves in turn with ours.
   """
-  return {"dense": _batching(scale, scale.dense), "moe": _batching(scale, scale.moe)}
+  return {"dense": _batching(scale, scale.dense, peers), "moe": _batching(scale, scale.moe, peers)}
 
 
-def _batching(scale: Scale, config: ModelConfig) -> dict[str, Any]:
+def _batching(scale: Scale, config: ModelConfig, peers: Peers | None) -> dict[str, Any]:
   # The same requests for both ways.
   slots = scale.slots[-1]
   lengths = uneven_lengths(scale)
@@ -71,29 +75,36 @@ def _batching(scale: Scale, config: ModelConfig) -> dict[str, Any]:
   waves = [requests[i : i + slots] for i in range(0, len(requests), slots)]
 
   # One service for both ways. The next wave starts when the last one has all its answers.
-  with make_service(config, slots, scale.prompt_lengths[1] + scale.answer_maximum) as service:
+  with make_service(config, slots, scale.prompt_lengths[1] + scale.answer_maximum) as service, ExitStack() as stack:
 
     def in_waves() -> None:
       for wave in waves:
         generate(service, wave)
 
-    seconds = interleave(
-      {"continuous": functools.partial(generate, service, requests), "waves": in_waves}, scale.rounds
-    )
+    ways: dict[str, Callable[[], object]] = {
+      "continuous": functools.partial(generate, service, requests),
+      "waves": in_waves,
+    }
+    if peers:
+      task = sampling_task(scale, config, [lengths[i : i + slots] for i in range(0, len(lengths), slots)])
+      ways["tunix"] = stack.enter_context(peers.start("tunix_sampling", task))
+    seconds = interleave(ways, scale.rounds)
 
   # Useful tokens were asked for; padded ones also cover the time in which a slot waits for its wave.
   useful = sum(answer for _, answer in lengths)
   padded = sum(len(wave) * max(request.max_tokens for request in wave) for wave in waves)
-  rate = useful / statistics.median(seconds["continuous"])
-  return {
-    "useful_tokens_per_second": rate,
+  result = {
+    "useful_tokens_per_second": useful / statistics.median(seconds["continuous"]),
     "waves_useful_tokens_per_second": useful / statistics.median(seconds["waves"]),
     "waves_padded_tokens_per_second": padded / statistics.median(seconds["waves"]),
     "continuous_over_waves": median_ratio(seconds["waves"], seconds["continuous"]),
-    "tunix_useful_tokens_per_second": TUNIX_USEFUL_SAMPLING,
-    "tunix_padded_tokens_per_second": TUNIX_PADDED_SAMPLING,
-    "useful_over_tunix": rate / TUNIX_USEFUL_SAMPLING,
   }
+  if peers:
+    result |= {
+      "tunix_useful_tokens_per_second": useful / statistics.median(seconds["tunix"]),
+      "useful_over_tunix": median_ratio(seconds["tunix"], seconds["continuous"]),
+    }
+  return result
 
 
 def uneven_lengths(scale: Scale) -> list[tuple[int, int]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from sao_jax.benchmarks.scale import DENSE_TRAINING, MOE_TRAINING, Scale
+from sao_jax.benchmarks.peers import Peers, training_task
+from sao_jax.benchmarks.scale import Scale
 from sao_jax.benchmarks.timing import interleave, make_gemm, median_ratio, train_flops
 from sao_jax.config import AlgorithmConfig, MeshConfig, ModelConfig, RunConfig
 from sao_jax.learner import placement, setup
@@ -24,6 +26,8 @@ from sao_jax.parallel.layout import ONE_DEVICE
 from sao_jax.parallel.params import init_params
 from sao_jax.parallel.publish import make_publish
 from sao_jax.types import TrajectoryBatch
+
+TRAINING_PEERS = ("tunix", "torch")
 
 
 class Trainer:
@@ -90,39 +94,43 @@ def full_batch(scale: Scale, vocab_size: int) -> TrajectoryBatch:
   )
 
 
-def train_step(scale: Scale) -> dict[str, Any]:
+def train_step(scale: Scale, peers: Peers | None = None) -> dict[str, Any]:
   """Measures one critic plus one policy update: tokens per second, share of the GEMM limit, cost of a publish.
 
   Once with the critic's attention frozen, the default of a run, and once with nothing frozen, as in the other
-  frameworks.
+  frameworks. With `peers` google-tunix and PyTorch make their updates in turn with ours.
   """
-  return {
-    "dense": _train_step(scale, scale.dense, DENSE_TRAINING),
-    "moe": _train_step(scale, scale.moe, MOE_TRAINING),
-  }
+  return {"dense": _train_step(scale, scale.dense, peers), "moe": _train_step(scale, scale.moe, peers)}
 
 
-def _train_step(scale: Scale, config: ModelConfig, theirs: Mapping[str, float]) -> dict[str, Any]:
-  # Time the matrix product, both trainers and a publish in turn.
+def _train_step(scale: Scale, config: ModelConfig, peers: Peers | None) -> dict[str, Any]:
+  # Time the matrix product, both trainers, a publish and the peers in turn.
   gemm, gemm_flops = make_gemm(scale.gemm_size)
   trainers = {
     "attention_frozen": Trainer(scale, config, freeze=True),
     "nothing_frozen": Trainer(scale, config, freeze=False),
   }
-  steps = {key: trainer.step for key, trainer in trainers.items()}
-  seconds = interleave({"gemm": gemm, **steps, "publish": trainers["attention_frozen"].publish}, scale.rounds)
+  steps: dict[str, Callable[[], object]] = {key: trainer.step for key, trainer in trainers.items()}
+  with ExitStack() as stack:
+    task = training_task(scale, config)
+    theirs = {
+      name: stack.enter_context(peers.start(f"{name}_training", task)) for name in (TRAINING_PEERS if peers else ())
+    }
+    publish = trainers["attention_frozen"].publish
+    seconds = interleave({"gemm": gemm, **steps, "publish": publish, **theirs}, scale.rounds)
 
-  # Compare each trainer with the product, round by round, and with the other frameworks.
+  # Compare each trainer with the product, and with the other frameworks, round by round.
   tokens = scale.rows * scale.tokens
   result: dict[str, Any] = {}
   for key, trainer in trainers.items():
-    rate = tokens / statistics.median(seconds[key])
-    share = tokens * trainer.flops_per_token / gemm_flops * median_ratio(seconds["gemm"], seconds[key])
-    over_peers = {f"over_{peer}": rate / peer_rate for peer, peer_rate in theirs.items()}
-    result[key] = {"tokens_per_second": rate, "share_of_gemm": share} | over_peers
+    result[key] = {
+      "tokens_per_second": tokens / statistics.median(seconds[key]),
+      "share_of_gemm": tokens * trainer.flops_per_token / gemm_flops * median_ratio(seconds["gemm"], seconds[key]),
+    } | {f"over_{name}": median_ratio(seconds[name], seconds[key]) for name in theirs}
 
+  if theirs:
+    result["peers_tokens_per_second"] = {name: tokens / statistics.median(seconds[name]) for name in theirs}
   return result | {
-    "peers_tokens_per_second": dict(theirs),
     "publish_share_of_step": median_ratio(seconds["publish"], seconds["attention_frozen"]),
     "gemm_flops_per_second": gemm_flops / statistics.median(seconds["gemm"]),
   }

@@ -1,7 +1,4 @@
-"""The sizes of the measurements: the full ones, and tiny ones that only show that everything runs.
-
-Beside them, the figures of other frameworks at the full sizes.
-"""
+"""The sizes of the measurements: the full ones, and tiny ones that only show that everything runs."""
 
 from __future__ import annotations
 
@@ -18,14 +15,6 @@ from sao_jax.config import (
   TrainingConfig,
 )
 from sao_jax.environments.calculator import Calculator
-
-# Tokens per second of other frameworks at the full scale's shapes, in fp32 on a 2-core CPU; measured once, for
-# orientation. tunix is version 0.1.7; "torch" is PyTorch with transformers (the dense model compiled). The train step
-# is one policy plus one critic update on [64 rows, 128 tokens], all parameters training.
-TUNIX_USEFUL_SAMPLING = 1.6e3  # tokens that were asked for; its sampler waits for the longest answer of a batch
-TUNIX_PADDED_SAMPLING = 5.1e3  # all tokens that it decoded
-DENSE_TRAINING = {"tunix": 4.2e3, "torch": 9.5e3}
-MOE_TRAINING = {"tunix": 2.2e3, "torch": 6.9e3}
 
 
 @dataclasses.dataclass(frozen=True)

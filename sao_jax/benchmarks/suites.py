@@ -13,10 +13,11 @@ import rich.table
 from sao_jax.benchmarks.generation import batching, sampler
 from sao_jax.benchmarks.learning import experts, train_step
 from sao_jax.benchmarks.loop_comparison import loop
+from sao_jax.benchmarks.peers import Peers
 from sao_jax.benchmarks.recompilation import recompilation
 from sao_jax.benchmarks.scale import Scale
 
-SUITES: dict[str, Callable[[Scale], dict[str, Any]]] = {
+SUITES: dict[str, Callable[..., dict[str, Any]]] = {
   "sampler": sampler,
   "batching": batching,
   "train_step": train_step,
@@ -24,6 +25,14 @@ SUITES: dict[str, Callable[[Scale], dict[str, Any]]] = {
   "recompilation": recompilation,
   "loop": loop,
 }
+
+
+WITH_PEERS = ("batching", "train_step")  # those that other frameworks can run, too
+
+
+def run(name: str, scale: Scale, peers: Peers | None = None) -> dict[str, Any]:
+  """Runs a suite; `peers`, other frameworks, run in turn with ours."""
+  return SUITES[name](scale, peers) if name in WITH_PEERS else SUITES[name](scale)
 
 
 def machine() -> dict[str, Any]:

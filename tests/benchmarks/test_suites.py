@@ -61,7 +61,7 @@ def test_flops_of_experts_count_the_active_ones():
     assert timing.decode_flops(config) == 2 * (ATTENTION + 2 * layer + 4 * 10)
 
 
-def test_the_workload_is_the_one_that_peers_were_measured_on():
+def test_the_workload_is_that_of_the_figures():
   lengths = generation.uneven_lengths(FULL)
   prompts, answers = zip(*lengths)
   assert len(lengths) == 256 and min(prompts) == 8 and max(prompts) == 64
@@ -101,7 +101,7 @@ def test_the_launcher_prints_json_alone(parse, capsys):
     assert {"1_slots", "4_slots", "gemm_flops_per_second"} == results["sampler"][model].keys()
     batching = results["batching"][model]
     assert batching["waves_padded_tokens_per_second"] > batching["waves_useful_tokens_per_second"]
-    assert batching["useful_over_tunix"] == pytest.approx(batching["useful_tokens_per_second"] / 1600)
+    assert not [name for name in batching if "tunix" in name]  # no ratio to what did not run
   assert "sampler" in output.err and "batching" in output.err
 
 
@@ -114,10 +114,9 @@ def test_learning():
   scale = dataclasses.replace(QUICK, dense=QUICK.moe, experts=(2,))  # one program for all of them
   results = learning.train_step(scale) | learning.experts(scale)
   check_numbers(results)
-  assert results["dense"]["peers_tokens_per_second"] == {"tunix": 4.2e3, "torch": 9.5e3}
   for model in ("dense", "moe"):
     for steps in ("attention_frozen", "nothing_frozen"):
-      assert {"tokens_per_second", "share_of_gemm", "over_tunix", "over_torch"} == results[model][steps].keys()
+      assert {"tokens_per_second", "share_of_gemm"} == results[model][steps].keys()
   assert results["train_step"] == {"2_experts": 1.0, "highest_over_lowest": 1.0}
   assert results["layer_forward_and_backward"].keys() == results["train_step"].keys()
 

@@ -199,6 +199,7 @@ def read(
   flags.DEFINE_string("config", None, "Python file whose get_config() returns a RunConfig.", flag_values=flag_values)
   flags.DEFINE_string("workdir", None, "Directory of checkpoints, metrics and reports.", flag_values=flag_values)
   flags.DEFINE_integer("seed", None, "Sets training.seed.", lower_bound=0, flag_values=flag_values)
+  flags.DEFINE_string("profile_steps", None, "Sets training.profile_steps, as in 10,12.", flag_values=flag_values)
   app.define_help_flags()
   path = _flag_value(argv, "config")
   if _asks_for_help(argv):
@@ -210,6 +211,10 @@ def read(
   _read_flags(rest, flag_values, "--workdir=runs/a")
   if flag_values["seed"].value is not None:
     overrides["training.seed"] = flag_values["seed"].value
+  if flag_values["profile_steps"].value is not None:
+    annotation = next(found for path, _, found in config_tree.leaves(unchanged) if path == "training.profile_steps")
+    steps = flag_values["profile_steps"].value
+    overrides["training.profile_steps"] = field_values.parse(steps, annotation, "training.profile_steps")
   config = with_folder_shape(config_tree.replace(unchanged, overrides), overrides)
   return CommandLine(config, unchanged, flag_values["workdir"].value, frozenset(overrides))
 

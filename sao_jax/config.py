@@ -279,6 +279,7 @@ class TrainingConfig:
   audit_tolerance: PositiveFloat = 1e-4  # max |delta log-prob|; raise it for bf16
   max_skipped_updates: PositiveInt = 10  # steps in a row whose updates are not finite, before the run stops
   watchdog_seconds: PositiveFloat = 600.0  # silence of the rollout side after which the run stops
+  profile_steps: tuple[PositiveInt, ...] = ()  # first and last train step of a trace for xprof; empty: none
 
 
 @dataclasses.dataclass(frozen=True)

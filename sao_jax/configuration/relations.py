@@ -55,6 +55,7 @@ def broken_relations(config: RunConfig, *, training: bool) -> Iterator[ConfigErr
   yield from _rollouts(config)
   yield from _durations(config)
   yield from _value_pretraining(config)
+  yield from _profile(config.training.profile_steps)
 
 
 # Environment
@@ -450,3 +451,9 @@ def _value_pretraining(config: RunConfig) -> Iterator[ConfigError]:
       f"{settings.store_trajectories}, of which {int(trained)} are not held out, for batches of {batch_size}.",
       "Raise it to several times rollout.batch_size, or set value_pretraining.passes=1.",
     )
+
+
+def _profile(steps: tuple[int, ...]) -> Iterator[ConfigError]:
+  if steps and (len(steps) != 2 or steps[0] > steps[1]):
+    problem = f"{','.join(map(str, steps))} is not the first and the last step of a trace."
+    yield ConfigError("training.profile_steps", problem, "Give both, as in --profile_steps=10,12.")

@@ -37,6 +37,7 @@ from sao_jax.training.experience import Experience, make_experience
 from sao_jax.training.heap import frozen_heap
 from sao_jax.training.heldout_critic import HeldoutCritic
 from sao_jax.training.phases import Phase, Start
+from sao_jax.training.profile import Profile
 from sao_jax.training.rollouts import Rollouts, make_rollouts
 from sao_jax.training.run_folder import open_run
 from sao_jax.training.saver import Saver, say_interrupted
@@ -176,6 +177,7 @@ def _run(
       service=service,
       report=functools.partial(_report, log, samples),
     ) as evaluation,
+    Profile(workdir / "profile", config.training.profile_steps) as profile,
     frozen_heap(),
   ):
     # Until here nothing was begun that could be lost.
@@ -207,7 +209,8 @@ def _run(
         # Step: dispatched here, and still running when the metrics of the step before are logged. Nothing can be saved
         # from here to the end of the step, since the old state is donated.
         saver.begin_step()
-        state, metrics = train_step(state, batch.rows, update_policy=updates_policy)
+        with profile.step(step + 1):
+          state, metrics = train_step(state, batch.rows, update_policy=updates_policy)
         step, version = step + 1, phase.version(step + 1)
         log.push(step, metrics | rollouts.consumed(batch.trajectories) | {"policy_version": version})
 

@@ -171,6 +171,8 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
       "of which 126 are not held out, for batches of 128",
       "value_pretraining.passes=1",
     ),
+    ({"training.profile_steps": (10,)}, "training.profile_steps", "10 is not the first and the last", "=10,12"),
+    ({"training.profile_steps": (3, 2)}, "training.profile_steps", "3,2 is not the first and the last", "=10,12"),
     ({"rollout.environment_timeout": 600.0}, "training.watchdog_seconds", "until 600.0 s", "Raise training.watchdog"),
   ],
 )
@@ -281,6 +283,7 @@ EXCLUDED = {
   "sampler.prefill_batch": 0,
   "sampler.prefill_buckets": (),
   "sampler.window_buckets": (0,),
+  "training.profile_steps": (0, 1),
   "sampler.top_p": 0.0,
   "sampler.top_k": -1,
   "policy_optimizer.clip_norm": -1.0,  # 0: no clipping
@@ -363,7 +366,12 @@ def test_every_field_is_checked_or_free_on_purpose():
   fields = {path for path, value, _ in config_tree.leaves(VALID) if not isinstance(value, bool)}
   free |= {"evaluation.success_threshold"}  # returns may be anything
   free |= {"algorithm.whiten_advantages"}  # one name beside true and false
-  of_tuples = {"model.lora.targets", "model.indexer_types", "sampler.window_buckets"}  # bounds of their entries
+  of_tuples = {
+    "model.lora.targets",
+    "model.indexer_types",
+    "sampler.window_buckets",
+    "training.profile_steps",
+  }  # entries
   assert fields - {*CHOICES, *BOUNDED} == free | of_tuples
   seeds = {"training.seed", "evaluation.seed"}
   assert {*MINIMA, *INTERVALS, *SIZES, *seeds} == {*BOUNDED}

@@ -285,6 +285,7 @@ FIELDS = {
   "training.lock_seconds": Field(45.0, at(LEARN, "run_lock.patience")),
   "training.audit": Field(False, at(RL, lambda calls: [bool(calls.made["compare"])])),
   "training.audit_tolerance": Field(0.02, at(RL, "compare.tolerance")),
+  "training.profile_steps": Field((2, 3), at(RL, "Profile.first_and_last")),
   "training.watchdog_seconds": Field(123.0, at(RL, "RolloutLoop.watchdog_seconds")),
 }
 NAMES = {SFT: phases.SFT, PRETRAIN: phases.VALUE_PRETRAINING, TRAIN: phases.TRAIN}

@@ -37,7 +37,7 @@ from sao_jax.report import episode_samples, run_log, success_rate
 from sao_jax.rollout import buffer, ledger, rollout_loop, runner
 from sao_jax.rollout.calls import call_environment
 from sao_jax.sampler import engine, sampling
-from sao_jax.training import consumed, loop, phases, rollouts, sft
+from sao_jax.training import consumed, loop, phases, profile, rollouts, sft
 from toys import training_toy
 from toys.trajectories import make_trajectories
 from toys.wired_fields import EVALUATE, PRETRAIN, SAMPLE, SFT, TRAIN
@@ -46,7 +46,7 @@ from toys.wired_fields import EVALUATE, PRETRAIN, SAMPLE, SFT, TRAIN
 MADE = (
   *(checkpointer.Checkpointer, run_log.RunLog, episode_samples.EpisodeSamples, pinned.PinnedEvaluation),
   *(buffer.TrajectoryBuffer, ledger.Ledger, rollout_loop.RolloutLoop, runner.EpisodeRunner, rollouts.Rollouts),
-  *(engine.Engine, sampling.SamplingRule, value_loss.ScalarHead, value_loss.HLGaussHead, phases.Phase),
+  *(engine.Engine, sampling.SamplingRule, value_loss.ScalarHead, value_loss.HLGaussHead, phases.Phase, profile.Profile),
 )
 CALLED = (
   *(transformer.param_specs, critic.critic_specs, policy.make_policy_apply, critic.make_critic_apply),

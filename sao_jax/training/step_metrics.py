@@ -108,19 +108,22 @@ class StepMetrics:
     metrics |= {f"{name}_wait_seconds": waited for name, waited in waits.items()}
     metrics |= {f"{name}_wait_fraction": waited / seconds for name, waited in waits.items()}
     waited = sum(waits.values())
-    metrics["trainer_idle_fraction"] = waited / seconds
+    metrics |= {"trainer_idle_fraction": waited / seconds, "train_seconds": seconds - waited}
     self._loop.note_step(seconds, max(seconds - waited, 0.0))
 
     # Where rollouts and the sampler's slots spent it.
     metrics["place_idle_fraction"] = 1.0 - since["busy_slot_seconds"] / max(since["slot_seconds"], 1e-9)
     metrics |= _sampler_metrics(sampler, self._sampler_before, seconds)
 
-    # The step's trajectories.
+    # The step's trajectories, and where the time of their episodes went.
+    latency, environment = (_mean_info(trajectories, name) for name in ("latency", "environment_seconds"))
     metrics |= {
       "response_length_mean": float(np.mean([t.num_sampled for t in trajectories])),
       "turns_mean": float(np.mean([len(t.turn_starts) for t in trajectories])),
       "truncated_fraction": float(np.mean([t.status.truncated for t in trajectories])),
-      "latency_mean": float(np.mean([t.info.get("latency", 0.0) for t in trajectories])),
+      "latency_mean": latency,
+      "environment_seconds_mean": environment,
+      "sampling_seconds_mean": latency - environment,
       "event_loop_gap": stats["max_event_loop_gap"],
     }
 
@@ -140,6 +143,10 @@ class StepMetrics:
     self._before, self._sampler_before = stats, sampler
     self._window.append(stats)
     return metrics
+
+
+def _mean_info(trajectories: Sequence[Trajectory], name: str) -> float:
+  return float(np.mean([trajectory.info.get(name, 0.0) for trajectory in trajectories]))
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -38,7 +38,7 @@ def test_every_wait_has_its_own_name_and_their_sum_is_what_the_trainer_idles():
   step = metrics.read([trajectory(0)])
   assert [step[f"{name}_wait_seconds"] for name in WAITS] == [1, 2, 3, 4, 5]
   assert sum(step[f"{name}_wait_fraction"] for name in WAITS) == pytest.approx(step["trainer_idle_fraction"])
-  assert (step["step_seconds"], step["trainer_idle_fraction"]) == (20.0, 0.75)
+  assert (step["step_seconds"], step["train_seconds"], step["trainer_idle_fraction"]) == (20.0, 5.0, 0.75)
 
   # A wait that ends by an exception counts, and each is of its own step.
   with pytest.raises(LookupError), waits("save"):
@@ -46,6 +46,13 @@ def test_every_wait_has_its_own_name_and_their_sum_is_what_the_trainer_idles():
     raise LookupError
   step = metrics.read([trajectory(0)])
   assert (step["save_wait_seconds"], step["take_wait_seconds"], step["trainer_idle_fraction"]) == (1.0, 0.0, 1.0)
+
+
+def test_the_time_of_an_episode_is_its_environments_or_the_samplers():
+  metrics = StepMetrics(make_loop(), Waits(Clock()), clock=Clock())
+  times = [{"latency": 5.0, "environment_seconds": 3.0}, {"latency": 2.0, "environment_seconds": 1.0}]
+  step = metrics.read([make_trajectory(number, turns=((5, 0),), info=info) for number, info in enumerate(times)])
+  assert [step[f"{name}_mean"] for name in ("latency", "environment_seconds", "sampling_seconds")] == [3.5, 2.0, 1.5]
 
 
 def test_the_trainers_rates_and_the_time_of_the_phase_over_a_resume():

@@ -6,12 +6,11 @@ import functools
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention.kind import AttentionKind
-from sao_jax.models.attention.packed import packed_attention, packed_causal_mask
+from sao_jax.models.attention.packed import packed_attention
 from sao_jax.models.linear import linear, rms_norm
 from sao_jax.models.rope import apply_rope
 from sao_jax.parallel.layout import ONE_DEVICE, Layout
@@ -82,14 +81,11 @@ def grouped_layer(
 
 def packed_attend(segment_ids: Int[Array, "B T"], layout: Layout = ONE_DEVICE) -> GroupedAttend:
   """Returns the `attend` of packed rows: causal within segments, carry untouched."""
-  mask = packed_causal_mask(segment_ids)
-  real = (segment_ids > 0)[..., None, None]
   attention = packed_attention(layout)
 
   def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_index: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
     del layer_index
-    v = jnp.where(real, v, 0)  # weights on padding are 0, but 0 · NaN is NaN
-    return attention(q, k, v, mask), carry
+    return attention(q, k, v, segment_ids), carry
 
   return attend
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention.kind import AttentionKind
-from sao_jax.models.attention.packed import packed_attention, packed_causal_mask
+from sao_jax.models.attention.packed import masked_attention, packed_attention, packed_causal_mask
 from sao_jax.models.attention.sparse import (
   Index,
   index,
@@ -134,12 +134,12 @@ def packed_latent_attend(
   config: ModelConfig, segment_ids: Int[Array, "B T"], layout: Layout = ONE_DEVICE
 ) -> LatentAttend:
   """Returns the `attend` of packed rows: expanded attention, causal within segments, carry untouched."""
-  mask = packed_causal_mask(segment_ids)
-  attention = packed_attention(layout)
+  attention, masked = packed_attention(layout), masked_attention(layout)
 
   # Choice and attention are both by the index in the row, and both causal within segments.
   def select(index: Index, number: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
     del number
+    mask = packed_causal_mask(segment_ids)
     return select_top_k(index_scores(index.queries, index.weights, index.keys), mask, config.index_topk), carry
 
   def attend(
@@ -147,7 +147,8 @@ def packed_latent_attend(
   ) -> tuple[jax.Array, Any]:
     del layer_index
     k, v = expand(latent, kv_b, config.qk_nope_head_dim, layout)
-    return attention(q, k, v, mask if selection is None else selection), carry
+    out = attention(q, k, v, segment_ids) if selection is None else masked(q, k, v, selection)
+    return out, carry
 
   return LatentAttend(segment_ids.shape[1], select, attend)
 

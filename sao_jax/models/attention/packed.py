@@ -1,13 +1,16 @@
-"""Attention over packed rows: the mask of their segments, and softmax(q kᵀ) v as CPUs and as accelerators like it."""
+"""Attention over packed rows, chosen for the devices; and attention with an explicit mask [B, T, S]."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from sao_jax.models.attention.blockwise import blockwise_shard
+from sao_jax.models.attention.shards import on_mesh, query_order
 from sao_jax.parallel.layout import ONE_DEVICE, Layout
 
 
@@ -69,8 +72,51 @@ def rowwise_attention(
   return jax.lax.map(jax.checkpoint(row, prevent_cse=False), (q, k, v, mask))
 
 
-def packed_attention(layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
-  """Returns the function of (q, k, v, mask) for packed rows on these devices: one of the two above."""
+@runtime_checkable
+class PackedAttention(Protocol):
+  """Attention over packed rows: causal by the index in the row, within segments."""
+
+  def __call__(
+    self,
+    q: Float[Array, "B T H h"],
+    k: Float[Array, "B T K h"],
+    v: Float[Array, "B T K v"],
+    segment_ids: Int[Array, "B T"],
+    scale: float | None = None,
+  ) -> Float[Array, "B T H v"]:
+    """softmax(q kᵀ · scale) v; query head i reads kv head i // (H / K). Softmax in fp32.
+
+    Padding (segment 0) reads and gives nothing, whatever stands there: its output and all its gradients are 0.
+
+    Args:
+      q: queries.
+      k: keys.
+      v: values, perhaps of another width.
+      segment_ids: the segments of the tokens.
+      scale: factor on the scores; None: 1 / sqrt(h).
+    """
+
+
+def packed_attention(layout: Layout = ONE_DEVICE) -> PackedAttention:
+  """Returns the attention of packed rows on these devices. No array of it has two axes of length T."""
+  compute = on_mesh(blockwise_shard, layout) if layout.is_sharded else blockwise_shard
+
+  def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float | None = None
+  ) -> jax.Array:
+    # Weights on padding are 0, but 0 · NaN is NaN.
+    real = (segment_ids > 0)[..., None, None]
+    q, k, v = (jnp.where(real, x, 0) for x in (q, k, v))
+
+    order, scale = query_order(q.shape[1], 1), q.shape[-1] ** -0.5 if scale is None else scale
+    out = compute(q, k, v, segment_ids, segment_ids, order, 0, scale)
+    return jnp.where(real, out, 0)  # so that the gradient of padding is 0, too
+
+  return attention
+
+
+def masked_attention(layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
+  """Returns the function of (q, k, v, mask) on these devices: one of the two above."""
   if not layout.is_sharded:
     return rowwise_attention if layout.platform == "cpu" else grouped_attention
 

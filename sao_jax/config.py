@@ -187,7 +187,10 @@ class SamplerConfig:
   top_p: Annotated[float, "(0, 1]"] = 1.0
   top_k: NonNegativeInt = 0  # 0: all tokens
   kv_after_publish: Literal["keep", "reprefill"] = "keep"  # what becomes of the caches of running turns
-  cache_dtype: DType = "float32"
+  cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a TPU, float32 elsewhere
+  cache_layout: Literal["auto", "slots", "pages"] = "auto"  # auto: pages on a TPU; slots elsewhere, faster on a CPU
+  page_size: PositiveInt = 128  # tokens of a page
+  num_pages: NonNegativeInt = 0  # pages that the slots share; 0: as many as all of them need for full contexts
 
 
 @dataclasses.dataclass(frozen=True)

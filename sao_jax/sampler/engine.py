@@ -1,4 +1,4 @@
-"""The engine: parameters, device state and the two jitted programs behind a small host interface.
+"""The engine: parameters, device state and the jitted programs of a layout of the cache behind a small host interface.
 
 It knows slots and tokens; who waits for which slot is the scheduler's business.
 """
@@ -20,11 +20,14 @@ from sao_jax.configuration.bounds import check_bounds
 from sao_jax.errors import ConfigError
 from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.params import Params, path_name
-from sao_jax.sampler import buckets, steps
+from sao_jax.sampler import buckets
+from sao_jax.sampler.cache_layout import make_programs
 from sao_jax.sampler.fixed_weights import Weights
-from sao_jax.sampler.prefill import Extension, PrefillCall, plan_calls
-from sao_jax.sampler.sampling import SamplingRule
-from sao_jax.sampler.state import empty_state
+from sao_jax.sampler.page_prefill import PagedCall
+from sao_jax.sampler.page_programs import PagedDecodeCall
+from sao_jax.sampler.prefill import Extension, PrefillCall
+from sao_jax.sampler.sample_loop import DecodeOutputs
+from sao_jax.sampler.slot_programs import DecodeCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Dispatch:
 
   slots: Int[np.ndarray, " R"]
   version: int
-  outputs: steps.DecodeOutputs
+  outputs: DecodeOutputs
 
   def fetch(
     self,
@@ -59,14 +62,14 @@ class Dispatch:
 class Prefill:
   """One extend call of an engine that records experts, perhaps still running on the device."""
 
-  call: PrefillCall
+  call: PrefillCall | PagedCall
   routed_experts: jax.Array  # int16 [P, T, L, k]
 
   def fetch(self) -> Iterator[tuple[int, int, Int[np.ndarray, "n L k"]]]:
     """Waits, and yields slot, index in the context of the first token, and the experts of the tokens written."""
     experts = jax.device_get(self.routed_experts)
-    for row, piece in enumerate(self.call.pieces):
-      yield piece.extension.slot, piece.start, experts[row, : piece.count]
+    for piece, row, tokens in self.call.written():
+      yield piece.extension.slot, piece.start, experts[row, tokens]
 
 
 class Engine:
@@ -100,27 +103,18 @@ class Engine:
       ConfigError: a size is out of its bounds, or the slots do not split over the mesh.
     """
     check_bounds(sampler_config, "sampler.")
-    self._layout = Layout(mesh, SAMPLER_RULES)
-    shards = self._layout.shards("slots")
-    buckets.check_slots(sampler_config, shards)
+    layout = Layout(mesh, SAMPLER_RULES)
+    buckets.check_slots(sampler_config, layout.shards("slots"))
 
     self.params, self.version, self.vocab_size = params, version, model_config.vocab_size
     self.config, self._num_slots = sampler_config, sampler_config.num_slots
     self.routed_shape = model_config.routed_shape if keep_experts else None
-    self._model_config = model_config
     self._key = jax.random.key(seed)
-    self._rule = SamplingRule(top_p=sampler_config.top_p, top_k=sampler_config.top_k)
 
-    # Every static shape that a program is compiled for, and those that it was called with.
-    self._windows = buckets.window_buckets(sampler_config)
-    self._prefixes = buckets.prefix_windows(sampler_config)
-    self._lengths = buckets.prefill_buckets(sampler_config)
-    self._prefill_batches = buckets.prefill_batches(sampler_config) if shards == 1 else (shards,)
-    self._decode_batches = buckets.decode_batches(sampler_config) if mesh is None else (self._num_slots,)
-
+    self._programs = make_programs(model_config, sampler_config, layout, keep_experts)
     self.compiling, self._compiled = False, set()
 
-    self._state = empty_state(model_config, sampler_config, self._layout)
+    self._state = self._programs.empty_state()
     # Start on the parameters' device, where the programs return the state; otherwise each would compile twice.
     if mesh is None:
       self._state = jax.device_put(self._state, next(iter(jax.tree.leaves(params)[0].devices())))
@@ -128,7 +122,7 @@ class Engine:
   @property
   def decode_batch(self) -> int:
     """Slots per dispatch."""
-    return self._decode_batches[-1]
+    return self._programs.decode_batch
 
   def extend(self, extensions: Sequence[Extension], weights: Weights | None = None) -> list[Prefill]:
     """Writes the tokens and starts the turns: a prompt, the next turn of a trajectory, a prefill after a publish.
@@ -141,7 +135,7 @@ class Engine:
     """
     for extension in extensions:
       extension.check(self.config.context_length)
-    calls = plan_calls(extensions, self._lengths, self._prefixes, self._prefill_batches)
+    calls = self._programs.plan_extend(extensions)
     prefills = [Prefill(call, self._extend(call, weights or self._weights)) for call in calls]
     return prefills if self.routed_shape else []
 
@@ -151,12 +145,26 @@ class Engine:
     `lengths` names the slots to decode, at most `decode_batch`, and for each how many tokens it has written, at most.
     `weights` take the place of the published ones.
     """
-    rows = buckets.smallest_bucket(self._decode_batches, len(lengths))
-    slots = np.full((rows,), self._num_slots, np.int32)
-    members = np.fromiter(lengths, np.int32, len(lengths))
-    slots[members if rows == self._num_slots else slice(len(members))] = members
-    window = buckets.smallest_bucket(self._windows, max(lengths.values()))
-    return self._decode(slots, num_steps, window, weights or self._weights)
+    return self._decode(self._programs.plan_decode(lengths, num_steps), num_steps, weights or self._weights)
+
+  def reserve(self, slot: int, length: int) -> bool:
+    """Makes sure that the slot has room for `length` tokens; False if other slots hold what it lacks.
+
+    `extend` and `decode` do it themselves; who asks first can make room by `release`.
+    """
+    return self._programs.reserve(slot, length)
+
+  def release(self, slot: int) -> None:
+    """Gives up what the slot holds."""
+    self._programs.release(slot)
+
+  def share_room(self, slot: int, other: int) -> bool:
+    """True if what one of the slots gives up is room for the other."""
+    return self._programs.share_room(slot, other)
+
+  def num_free_pages(self, slot: int) -> int:
+    """Free pages of those that the slot may take; 0 where the cache has no pages."""
+    return self._programs.num_free_pages(slot)
 
   @property
   def _weights(self) -> Weights:
@@ -192,42 +200,20 @@ class Engine:
 
     `prefixes=False` leaves out what only later turns, and prompts beyond the largest prefill bucket, need.
     """
-    for rows in self._decode_batches:
-      for window in self._windows:
-        self._decode(np.full((rows,), self._num_slots, np.int32), 0, window, self._weights)
-    for window in (0, *(self._prefixes if prefixes else ())):
-      for length in self._lengths:
-        for rows in self._prefill_batches:
-          self._extend(PrefillCall([], rows, length, window), self._weights)
+    for call in self._programs.idle_calls(prefixes):
+      if isinstance(call, PrefillCall | PagedCall):
+        self._extend(call, self._weights)
+      else:
+        self._decode(call, 0, self._weights)
 
-  def _decode(self, slots: np.ndarray, num_steps: int, window: int, weights: Weights) -> Dispatch:
-    with self._compilation("decode", len(slots), window):
-      self._state, outputs = steps.decode(
-        weights.params,
-        self._state,
-        weights.key,
-        slots,
-        np.int32(num_steps),
-        config=self._model_config,
-        rule=self._rule,
-        window=window,
-        max_steps=self.config.decode_steps,
-        keep_experts=self.routed_shape is not None,
-        layout=self._layout,
-      )
-    return Dispatch(slots=slots, version=weights.version, outputs=outputs)
+  def _decode(self, call: DecodeCall | PagedDecodeCall, num_steps: int, weights: Weights) -> Dispatch:
+    with self._compilation("decode", *call.shape):
+      self._state, outputs = self._programs.decode(weights, self._state, call, num_steps)
+    return Dispatch(slots=call.slots, version=weights.version, outputs=outputs)
 
-  def _extend(self, call: PrefillCall, weights: Weights) -> jax.Array | None:
-    with self._compilation("extend", call.rows, call.length, call.window):
-      self._state, routed_experts = steps.extend(
-        weights.params,
-        self._state,
-        *call.arrays(self._num_slots),
-        config=self._model_config,
-        window=call.window,
-        keep_experts=self.routed_shape is not None,
-        layout=self._layout,
-      )
+  def _extend(self, call: PrefillCall | PagedCall, weights: Weights) -> jax.Array | None:
+    with self._compilation("extend", *call.shape):
+      self._state, routed_experts = self._programs.extend(weights, self._state, call)
     return routed_experts
 
   @contextlib.contextmanager

@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from sao_jax.errors import ConfigError
 from sao_jax.sampler.buckets import smallest_bucket
-from sao_jax.sampler.state import MAX_STOP_IDS, SlotState
+from sao_jax.sampler.state import MAX_STOP_IDS, SlotState, idle_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,11 @@ class Piece:
     """Index in the trajectory of the first token written."""
     return self.extension.start + self.offset
 
+  @property
+  def token_ids(self) -> Sequence[int]:
+    """The tokens to write."""
+    return self.extension.token_ids[self.offset : self.offset + self.count]
+
 
 @dataclasses.dataclass(frozen=True)
 class PrefillCall:
@@ -79,6 +84,16 @@ class PrefillCall:
   length: int
   window: int
 
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Static sizes of the program."""
+    return self.rows, self.length, self.window
+
+  def written(self) -> Iterator[tuple[Piece, int, slice]]:
+    """Yields every piece, its row, and where its tokens lie in that row."""
+    for row, piece in enumerate(self.pieces):
+      yield piece, row, slice(0, piece.count)
+
   def arrays(
     self, num_slots: int
   ) -> tuple[Int[np.ndarray, "P T"], Int[np.ndarray, " P"], Int[np.ndarray, " P"], SlotState]:
@@ -87,31 +102,23 @@ class PrefillCall:
     token_ids = np.zeros((self.rows, self.length), np.int32)
     counts = np.zeros((self.rows,), np.int32)
     slots = np.full((self.rows,), num_slots, np.int32)
-    fields = SlotState(
-      lengths=np.zeros((self.rows,), np.int32),
-      pending_token=np.zeros((self.rows,), np.int32),
-      rollout_id=np.zeros((self.rows,), np.int32),
-      random_offset=np.zeros((self.rows,), np.int32),
-      active=np.zeros((self.rows,), np.bool_),
-      budget=np.zeros((self.rows,), np.int32),
-      stop_ids=np.full((self.rows, MAX_STOP_IDS), -1, np.int32),
-      temperature=np.ones((self.rows,), np.float32),
-      overflow=np.zeros((self.rows,), np.bool_),
-    )
+    fields = idle_rows(self.rows)
 
     for row, piece in enumerate(self.pieces):
-      extension = piece.extension
-      # The tokens to write, and where.
-      token_ids[row, : piece.count] = extension.token_ids[piece.offset : piece.offset + piece.count]
-      counts[row], slots[row], fields.lengths[row] = piece.count, extension.slot, piece.start
-
-      # The slot's fields; the last piece starts the turn.
-      fields.pending_token[row], fields.rollout_id[row] = extension.token_ids[-1], extension.rollout_id
-      fields.random_offset[row] = extension.random_offset
-      fields.active[row], fields.budget[row] = piece.last and extension.budget > 0, extension.budget
-      fields.stop_ids[row, : len(extension.stop_ids)] = extension.stop_ids
-      fields.temperature[row] = extension.temperature
+      token_ids[row, : piece.count] = piece.token_ids
+      counts[row], slots[row] = piece.count, piece.extension.slot
+      set_fields(fields, row, piece)
     return token_ids, counts, slots, fields
+
+
+def set_fields(fields: SlotState, row: int, piece: Piece) -> None:
+  """Writes the slot fields of a piece, and its start as their length; the last piece starts the turn."""
+  extension = piece.extension
+  fields.lengths[row], fields.pending_token[row] = piece.start, extension.token_ids[-1]
+  fields.rollout_id[row], fields.random_offset[row] = extension.rollout_id, extension.random_offset
+  fields.active[row], fields.budget[row] = piece.last and extension.budget > 0, extension.budget
+  fields.stop_ids[row, : len(extension.stop_ids)] = extension.stop_ids
+  fields.temperature[row] = extension.temperature
 
 
 def cut(extension: Extension, longest: int) -> list[Piece]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import heapq
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -33,6 +33,7 @@ class Counters:
     sampled_tokens: tokens emitted.
     prefilled_tokens: tokens written by prefills.
     parked: sessions that lost their slot while their environment worked.
+    preempted: running turns that gave their slot up for lack of pages; they go on when there are some.
     reprefilled: turns whose cache was recomputed after a publish.
     publishes: sets of parameters taken over.
   """
@@ -42,6 +43,7 @@ class Counters:
   sampled_tokens: int = 0
   prefilled_tokens: int = 0
   parked: int = 0
+  preempted: int = 0
   reprefilled: int = 0
   publishes: int = 0
 
@@ -71,6 +73,10 @@ class Scheduler:
   waited longest is parked, if it has waited for `park_after` ticks or nothing is being decoded: its cache is given up,
   its tokens stay on the host and are prefilled when it returns.
 
+  Where slots share pages, a turn starts when there are pages for its tokens, and gets more as it grows. When they run
+  out, waiting sessions are parked first; then the turn that came last gives its slot up, to be continued in the same
+  way. The turn that came first is never held up: no turn is lost, and none waits for ever.
+
   >>> import jax
   >>> from sao_jax.config import ModelConfig, SamplerConfig
   >>> from sao_jax.models.transformer import param_specs
@@ -92,7 +98,8 @@ class Scheduler:
     self._engine, self._park_after = engine, park_after
     self._inbox: collections.deque[Callable[[], None]] = collections.deque()  # calls for the next tick to make
     self._sessions: dict[int, Session] = {}
-    self._free = list(range(engine.config.num_slots))  # a heap: the lowest free slot comes first
+    self._free = set(range(engine.config.num_slots))
+    self._arrivals = itertools.count()  # numbers sessions in the order in which they got their slots
 
     # A turn waits in one of three queues until it is decoded.
     self._ready: list[Session] = []  # sessions that have their slot
@@ -246,8 +253,7 @@ class Scheduler:
     # Before caches are recomputed, the host must know all tokens that were sampled.
     reprefill = self._engine.config.kv_after_publish == "reprefill"
     if reprefill:
-      while self._started:
-        self._read_next()
+      self._read_started()
     self._engine.publish(params, version)
     self._counters.publishes += 1
 
@@ -261,18 +267,63 @@ class Scheduler:
 
   def _fill_slots(self) -> int:
     """Starts turns in free slots and in those that they hold already; returns their number."""
+    # Turns in slots that they hold come first. One that gets no room waits with the parked ones.
+    for session in sorted(self._ready, key=lambda session: session.arrival):
+      self._reserve(session, self._first_length(session))
+
     while self._returning or self._fresh:
-      if not self._free and not self._park_longest_idle():
+      queue = self._returning or self._fresh
+      if not self._take_slot(queue[0]):
         break
-      session = (self._returning or self._fresh).popleft()
-      session.slot = heapq.heappop(self._free)
-      self._ready.append(session)
+      self._ready.append(queue.popleft())
 
     # All turns that have a slot start together.
     self._extend(self._ready)
     self._decoding += self._ready
     started, self._ready = len(self._ready), []
     return started
+
+  def _take_slot(self, session: Session) -> bool:
+    """Gives a session a slot with room for its tokens, for which waiting sessions may be parked."""
+    while True:
+      # The slot with the most free pages to take; of equal ones the lowest.
+      slot = max(self._free, key=lambda slot: (self._engine.num_free_pages(slot), -slot), default=None)
+      if slot is not None and self._engine.reserve(slot, self._first_length(session)):
+        self._free.remove(slot)
+        session.slot, session.arrival = slot, next(self._arrivals)
+        return True
+      if not self._park_longest_idle():
+        return False
+
+  def _first_length(self, session: Session) -> int:
+    """Tokens in the cache after the first dispatch of a turn, at most."""
+    return self._after_dispatch(len(session.token_ids) - 1)
+
+  def _after_dispatch(self, length: int) -> int:
+    config = self._engine.config
+    return min(length + config.decode_steps, config.context_length)
+
+  def _reserve(self, session: Session, length: int) -> None:
+    """Makes room for a turn that has a slot; if only older ones could make it, the turn itself gives its slot up."""
+    while session.slot is not None and not self._engine.reserve(session.slot, length):
+      idle = [other for other in self._idle() if self._engine.share_room(other.slot, session.slot)]
+      if idle:
+        self._park(min(idle, key=lambda session: session.idle_since))
+      elif self._started:
+        self._read_started()  # turns may have ended; and who gives up its slot must have all of its tokens
+      else:
+        running = [*self._decoding, *self._ready]
+        rivals = [other for other in running if self._engine.share_room(other.slot, session.slot)]
+        self._preempt(max(rivals, key=lambda session: session.arrival))
+
+  def _preempt(self, session: Session) -> None:
+    for running in (self._decoding, self._ready):
+      if session in running:
+        running.remove(session)
+    self._free_slot(session)
+    session.written = 0
+    self._returning.appendleft(session)
+    self._counters.preempted += 1
 
   def _note_slots(self, prefilling: int) -> None:
     # A slot works for a turn, be it that its last tokens are still on the device, after the slot was given back.
@@ -290,22 +341,33 @@ class Scheduler:
         self._started.append(Started(self._ticks, functools.partial(self._read_prefill, prefill, by_slot)))
 
   def _park_longest_idle(self) -> bool:
-    idle = [session for session in self._sessions.values() if session.turn is None and session.slot is not None]
+    idle = self._idle()
     if not idle:
       return False
     session = min(idle, key=lambda session: session.idle_since)
     if self._ticks - session.idle_since < self._park_after and (self._decoding or self._ready):
       return False
+    self._park(session)
+    return True
+
+  def _idle(self) -> list[Session]:
+    """Sessions that keep a slot while their environment works."""
+    return [session for session in self._sessions.values() if session.turn is None and session.slot is not None]
+
+  def _park(self, session: Session) -> None:
     self._free_slot(session)
     session.written = 0
     self._counters.parked += 1
-    return True
 
   def _start_dispatches(self) -> None:
     """Starts a dispatch per `decode_batch` running turns, of like length: a dispatch reads one window of the cache.
 
-    A dispatch samples with one policy.
+    A dispatch samples with one policy. Every turn gets room for its longest possible dispatch, the oldest first.
     """
+    for session in sorted(self._decoding, key=lambda session: session.arrival):
+      if session in self._decoding:
+        self._reserve(session, self._after_dispatch(session.written))
+
     self._decoding.sort(key=lambda session: session.written)
     for sessions in _by_weights(self._decoding):
       for first in range(0, len(sessions), self._engine.decode_batch):
@@ -334,6 +396,10 @@ class Scheduler:
 
   def _read_next(self) -> None:
     self._started.popleft().read()
+
+  def _read_started(self) -> None:
+    while self._started:
+      self._read_next()
 
   def _read_prefill(self, prefill: Prefill, by_slot: dict[int, Session]) -> None:
     for slot, start, experts in prefill.fetch():
@@ -373,7 +439,8 @@ class Scheduler:
 
   def _free_slot(self, session: Session) -> None:
     if session.slot is not None:
-      heapq.heappush(self._free, session.slot)
+      self._engine.release(session.slot)
+      self._free.add(session.slot)
       session.slot = None
 
 

@@ -68,6 +68,7 @@ class Session:
     token_ids: all tokens of its context: prompts, observations, and the sampled ones that were read back.
     random_offset: number of tokens in its earlier contexts, so that no index of a random number is used twice.
     slot: index of the slot that holds its keys and values; None while it is queued, parked, or about to end.
+    arrival: its number in the order in which sessions got their slots.
     written: upper bound on the tokens whose keys and values in the slot are valid; exact between turns.
     turn: the running request; None while the environment works.
     idle_since: the tick at which the last turn ended.
@@ -80,6 +81,7 @@ class Session:
   token_ids: list[int] = dataclasses.field(default_factory=list)
   random_offset: int = 0
   slot: int | None = None
+  arrival: int = 0
   written: int = 0
   turn: Turn | None = None
   idle_since: int = 0

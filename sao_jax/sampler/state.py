@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from sao_jax.config import ModelConfig, SamplerConfig
 from sao_jax.parallel.layout import Layout
-from sao_jax.sampler.cache import Cache
-from sao_jax.sampler.caches import empty_cache
 
 # Stop ids per slot; unused places hold -1, which no token equals.
 MAX_STOP_IDS = 8
@@ -48,26 +49,36 @@ class SlotState:
 
 @flax.struct.dataclass
 class EngineState:
-  """The whole device state, donated to every call."""
+  """The whole device state, donated to every call: a `Cache` or a `PagedCache`, and the slots."""
 
-  cache: Cache
+  cache: Any
   slots: SlotState
+
+
+def idle_rows(count: int) -> SlotState:
+  """Idle slots that hold nothing, on the host."""
+  zeros = lambda dtype: np.zeros((count,), dtype)
+  return SlotState(
+    lengths=zeros(np.int32),
+    pending_token=zeros(np.int32),
+    rollout_id=zeros(np.int32),
+    random_offset=zeros(np.int32),
+    active=zeros(np.bool_),
+    budget=zeros(np.int32),
+    stop_ids=np.full((count, MAX_STOP_IDS), -1, np.int32),
+    temperature=np.ones((count,), np.float32),
+    overflow=zeros(np.bool_),
+  )
 
 
 def empty_slots(num_slots: int) -> SlotState:
   """Idle slots that hold nothing."""
-  zeros = lambda dtype: jnp.zeros((num_slots,), dtype)
-  return SlotState(
-    lengths=zeros(jnp.int32),
-    pending_token=zeros(jnp.int32),
-    rollout_id=zeros(jnp.int32),
-    random_offset=zeros(jnp.int32),
-    active=zeros(jnp.bool_),
-    budget=zeros(jnp.int32),
-    stop_ids=jnp.full((num_slots, MAX_STOP_IDS), -1, jnp.int32),
-    temperature=jnp.ones((num_slots,), jnp.float32),
-    overflow=zeros(jnp.bool_),
-  )
+  return jax.tree.map(jnp.asarray, idle_rows(num_slots))
+
+
+def put_rows(table: SlotState, slots: Int[Array, " R"], rows: SlotState) -> SlotState:
+  """`table` with the given slots replaced; rows of slots out of range are dropped."""
+  return jax.tree.map(lambda full, part: full.at[slots].set(part, mode="drop"), table, rows)
 
 
 def state_shardings(state: EngineState, layout: Layout) -> EngineState:
@@ -81,12 +92,11 @@ def place_state(state: EngineState, layout: Layout) -> EngineState:
   return state if layout.mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, layout))
 
 
-def empty_state(model: ModelConfig, sampler: SamplerConfig, layout: Layout) -> EngineState:
+def empty_state(build_cache: Callable[[], Any], num_slots: int, layout: Layout) -> EngineState:
   """The state of an engine that holds nothing."""
 
   def build() -> EngineState:
-    cache = empty_cache(model, sampler.num_slots, sampler.context_length, sampler.cache_dtype)
-    return EngineState(cache=cache, slots=empty_slots(sampler.num_slots))
+    return EngineState(cache=build_cache(), slots=empty_slots(num_slots))
 
   if layout.mesh is None:
     return build()

@@ -170,4 +170,5 @@ def _sampler_metrics(now: Mapping[str, float], before: Mapping[str, float], seco
     "sampled_tokens_per_second": (now["sampled_tokens"] - before["sampled_tokens"]) / seconds,
     **{f"sampler_{state}_fraction": _ratio(slot_seconds, all_slots) for state, slot_seconds in spent.items()},
     "sampler_queued_turns": now["queued_turns"],
+    "sampler_preempted_turns": now["preempted"] - before["preempted"],
   }

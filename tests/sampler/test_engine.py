@@ -210,7 +210,7 @@ def test_the_cache_is_updated_in_place():
   shape = "f32[" + ",".join(map(str, engine._state.cache.k.shape)) + "]"
   compiled = steps.decode.lower(
     engine.params, engine._state, jax.random.key(0), np.arange(4, dtype=np.int32), np.int32(4),
-    config=TIED, rule=engine._rule, window=48, max_steps=4, layout=engine._layout,
+    config=TIED, rule=engine._programs.sizes.rule, window=48, max_steps=4, layout=engine._programs.sizes.layout,
   ).compile()  # fmt: skip
   copies = [line for line in compiled.as_text().splitlines() if "copy(" in line and f"= {shape}" in line]
   assert not copies, copies

@@ -9,12 +9,12 @@ from toys.engine_toy import DENSE, MOE, SMALL, assert_agrees, params_of, play, p
 
 from sao_jax.sampler import steps
 from sao_jax.sampler.engine import Engine
-from sao_jax.sampler.prefill import Extension, PrefillCall, plan_calls
+from sao_jax.sampler.prefill import Extension, PrefillCall
 
 
 def lying_extend(engine, extension):
   """`Engine.extend` without the host's check."""
-  for call in plan_calls([extension], engine._lengths, engine._prefixes, engine._prefill_batches):
+  for call in engine._programs.plan_extend([extension]):
     engine._extend(call, engine._weights)
 
 
@@ -58,7 +58,7 @@ def test_a_prefill_updates_the_cache_in_place():
   for window in (0, 48):
     compiled = steps.extend.lower(
       engine.params, engine._state, *PrefillCall([], 1, 8, window).arrays(4),
-      config=DENSE, window=window, layout=engine._layout,
+      config=DENSE, window=window, layout=engine._programs.sizes.layout,
     ).compile()  # fmt: skip
     copies = [line for line in compiled.as_text().splitlines() if "copy(" in line and f"= {shape}" in line]
     assert not copies, copies

@@ -76,10 +76,10 @@ def test_no_program_gathers_the_cache():
   params = jax.device_put(init_params(specs, jax.random.key(0)), Layout(mesh, SAMPLER_RULES).param_shardings(specs))
   engine = Engine(params, model, config, seed=0, mesh=mesh)
   cache = engine._state.cache.k
-  static = {"config": model, "window": 64, "layout": engine._layout}
+  static = {"config": model, "window": 64, "layout": engine._programs.sizes.layout}
   decode = steps.decode.lower(
     params, engine._state, jax.random.key(0), np.arange(16, dtype=np.int32), np.int32(4),
-    rule=engine._rule, max_steps=4, **static,
+    rule=engine._programs.sizes.rule, max_steps=4, **static,
   )  # fmt: skip
   extend = steps.extend.lower(params, engine._state, *PrefillCall([], 4, 8, 64).arrays(16), **static)
   held, of_rows = cache.size // 8, cache.size // 16 * 4 // 2  # numbers per device; of 4 rows, half of the kv heads

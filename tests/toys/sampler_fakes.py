@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from sao_jax.config import SamplerConfig
+from sao_jax.sampler.page_pool import PagePool
 from sao_jax.sampler.prefill import Extension
 from sao_jax.sampler.requests import GenerateRequest
 from sao_jax.sampler.scheduler import Scheduler
@@ -75,12 +76,40 @@ class FakeEngine:
     self.log: list[tuple] = []
     self.decode_batch = config.decode_batch
     self.routed_shape = (1, 3) if keep_experts else None
+    self.pool = None
+    if config.num_pages:
+      pages = -(-config.context_length // config.page_size)
+      self.pool = PagePool(config.num_slots, pages, config.num_pages, config.page_size)
+      self.reserved = [0] * config.num_slots
+
+  def reserve(self, slot: int, length: int) -> bool:
+    if self.pool is None:
+      return True
+    assert length <= self.config.context_length
+    enough = self.pool.reserve(slot, length)
+    self.reserved[slot] = max(self.reserved[slot], length if enough else 0)
+    return enough
+
+  def release(self, slot: int) -> None:
+    if self.pool is not None:
+      self.pool.release(slot)
+      self.reserved[slot] = 0
+
+  def share_room(self, slot: int, other: int) -> bool:
+    return self.pool is not None
+
+  def num_free_pages(self, slot: int) -> int:
+    return 0 if self.pool is None else self.pool.num_free(slot)
+
+  def check_reserved(self, slot: int, length: int) -> None:
+    assert self.pool is None or length <= self.reserved[slot], "nobody has reserved the pages"
 
   def extend(self, extensions: Sequence[Extension], weights=None) -> list[FakePrefill]:
     assert len({extension.slot for extension in extensions}) == len(extensions)
     prefills = []
     for e in extensions:
       e.check(self.config.context_length)
+      self.check_reserved(e.slot, e.start + len(e.token_ids) - 1)
       slot = self.slots[e.slot]
       assert e.start <= len(slot.held), "a gap in the cache"
       slot.held = slot.held[: e.start] + list(e.token_ids[:-1])
@@ -102,6 +131,7 @@ class FakeEngine:
     for row, (index, bound) in enumerate(lengths.items()):
       slot = self.slots[index]
       assert not slot.active or len(slot.held) <= bound, "the attended window is too short"
+      self.check_reserved(index, len(slot.held) + min(num_steps, slot.budget) * slot.active)
       for step in range(num_steps):
         if slot.active:
           experts[step, row] = len(slot.held), slot.pending, version
@@ -131,6 +161,8 @@ def make(
   decode_batch=16,
   kv_after_publish="keep",
   keep_experts=False,
+  num_pages=0,
+  page_size=4,
   **kwargs,
 ):
   config = SamplerConfig(
@@ -139,6 +171,8 @@ def make(
     decode_steps=decode_steps,
     decode_batch=decode_batch,
     kv_after_publish=kv_after_publish,
+    num_pages=num_pages,
+    page_size=page_size,
   )
   engine = FakeEngine(config, keep_experts=keep_experts)
   return engine, Scheduler(engine, **kwargs)

@@ -187,6 +187,9 @@ FIELDS = {
   "sampler.top_k": Field(9, at(EPISODES, "SamplingRule.top_k")),
   "sampler.kv_after_publish": Field("reprefill", engine("kv_after_publish")),
   "sampler.cache_dtype": Field("bfloat16", engine("cache_dtype")),
+  "sampler.cache_layout": Field("pages", engine("cache_layout")),
+  "sampler.page_size": Field(16, engine("page_size")),
+  "sampler.num_pages": Field(96, engine("num_pages")),
   # Rollouts.
   "rollout.batch_size": Field(6, at(RL, "Ledger.batch_size", "Rollouts.batch_size")),
   "rollout.group_size": Field(2, at(RL, "Ledger.group_size") + at(RL, "pack.grouped", expected=lambda *unused: True)),

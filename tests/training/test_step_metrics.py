@@ -58,13 +58,14 @@ def test_the_time_of_an_episode_is_its_environments_or_the_samplers():
 def test_the_trainers_rates_and_the_time_of_the_phase_over_a_resume():
   clock, loop = Clock(), make_loop()
   sampler = {f"{state}_slot_seconds": 0.0 for state in ("decoding", "prefilling", "waiting", "free")}
-  sampler |= {"sampled_tokens": 100, "queued_turns": 3}
+  sampler |= {"sampled_tokens": 100, "queued_turns": 3, "preempted": 5}
   metrics = StepMetrics(loop, Waits(clock), lambda: dict(sampler), clock)
   clock.now += 4.0
-  sampler |= {"sampled_tokens": 180, "decoding_slot_seconds": 6.0, "waiting_slot_seconds": 2.0}
+  sampler |= {"sampled_tokens": 180, "decoding_slot_seconds": 6.0, "waiting_slot_seconds": 2.0, "preempted": 7}
   step = metrics.read([trajectory(0), trajectory(1)])
   assert (step["seconds"], step["tokens_per_second"], step["trajectories_per_second"]) == (4.0, 2.5, 0.5)
   assert (step["sampled_tokens_per_second"], step["sampler_queued_turns"]) == (20.0, 3)
+  assert step["sampler_preempted_turns"] == 2
   shares = [step[f"sampler_{state}_fraction"] for state in ("decoding", "prefilling", "waiting", "free")]
   assert shares == [0.75, 0.0, 0.25, 0.0]
 

@@ -1,0 +1,88 @@
+"""The cache of grouped-query attention in pages: keys and values of every token, in a pool that the slots share."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from sao_jax.config import ModelConfig
+from sao_jax.models.attention.grouped import GroupedAttend
+from sao_jax.parallel.layout import Layout
+from sao_jax.sampler.page_batch import PageBatch, write_tokens
+from sao_jax.sampler.paged_attention import paged_attention
+
+LANES = 128  # a TPU's kernel reads heads of a multiple of this width
+
+
+@flax.struct.dataclass
+class KVPages:
+  """Pages of c positions, those of all L layers in one array: page i of layer l is its entry l · n + i, n pages a pool.
+
+  So that a layer's pages are never cut out: the kernel reads them where they are, by number.
+
+  Attributes:
+    kv: [D * L * n, c, 2K, h], rotary embedding applied; key and value of a head side by side. The pools of the D parts
+      of a mesh lie one behind the other.
+  """
+
+  LOGICAL_AXES: ClassVar = ("slots", None, "kv_heads")
+
+  kv: Float[Array, "DLn c n h"]
+
+  @classmethod
+  def empty(
+    cls, config: ModelConfig, num_pages: int, page_size: int, dtype: jax.typing.DTypeLike, layout: Layout
+  ) -> KVPages:
+    """Zeros for `num_pages` pages of every pool."""
+    width = config.head_dim
+    if layout.platform == "tpu":
+      width += -width % LANES
+    total = layout.shards("slots") * config.num_layers * num_pages
+    return cls(jnp.zeros((total, page_size, 2 * config.num_kv_heads, width), dtype))
+
+  @property
+  def page_size(self) -> int:
+    """Positions of a page."""
+    return self.kv.shape[1]
+
+  def attend(self, config: ModelConfig, batch: PageBatch, layout: Layout) -> GroupedAttend:
+    """Returns the `attend` of a call whose carry is this cache: it writes the call's tokens, then reads.
+
+    Every part of a mesh has the tokens of its own slots, and their pages: nothing moves between devices.
+    """
+    num_pages = self.kv.shape[0] // (layout.shards("slots") * config.num_layers)
+    attention, scale = paged_attention(layout.platform), config.head_dim**-0.5
+
+    def of_pool(
+      q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, kv: jax.Array, batch: PageBatch
+    ) -> tuple[jax.Array, jax.Array]:
+      shape, first = q.shape, layer * num_pages
+      widen = lambda x: jnp.pad(x.reshape(-1, *x.shape[2:]), ((0, 0), (0, 0), (0, kv.shape[-1] - x.shape[-1])))
+      q, k, v = widen(q), widen(k), widen(v)
+
+      new = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1])
+      kv = write_tokens(kv, new, batch, first, num_pages)
+      out = attention(q, kv, **batch.sequences(first, num_pages), sm_scale=scale)
+      return out[..., : shape[-1]].reshape(shape), kv
+
+    def attend(
+      q: jax.Array, k: jax.Array, v: jax.Array, layer_index: jax.Array, cache: KVPages
+    ) -> tuple[jax.Array, KVPages]:
+      arguments = (q, k, v, layer_index, cache.kv, batch)
+      if layout.mesh is None:
+        out, kv = of_pool(*arguments)
+        return out, KVPages(kv)
+
+      heads, of_kv = layout.spec("slots", None, "heads"), layout.spec("slots", None, "kv_heads")
+      in_specs = (heads, of_kv, of_kv, PartitionSpec(), of_kv, layout.spec("slots"))
+      out, kv = jax.shard_map(of_pool, mesh=layout.mesh, in_specs=in_specs, out_specs=(heads, of_kv), check_vma=False)(
+        *arguments
+      )
+      return out, KVPages(kv)
+
+    return attend

@@ -1,0 +1,109 @@
+"""The tokens of one call over a cache in pages: where they are written, and what they read."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+from sao_jax.parallel.layout import Layout
+
+NOWHERE = 2**30  # a page that no pool has: what is written there is dropped
+
+
+@flax.struct.dataclass
+class PageBatch:
+  """B rows of T tokens, of R sequences in each of D pools. Flattened, the tokens of a pool's rows are its queries.
+
+  A pool belongs to the devices that hold a part of the slots, and page numbers count within a pool.
+
+  Attributes:
+    pages: int32, the page of every token; `NOWHERE` for padding.
+    offsets: int32, its position in that page.
+    kv_lens: int32, positions of every sequence, with those of this call.
+    page_indices: int32, the pages of every sequence.
+    cu_q_lens: int32, cumulative numbers of tokens of every pool.
+    num_seqs: int32, the number of sequences of every pool, at least 1: the kernel always reads the first one.
+  """
+
+  pages: Int[Array, "B T"]
+  offsets: Int[Array, "B T"]
+  kv_lens: Int[Array, " DR"]
+  page_indices: Int[Array, "DR p"]
+  cu_q_lens: Int[Array, " DR1"]
+  num_seqs: Int[Array, " D"]
+
+  def sequences(self, first_page: Int[Array, ""], num_pages: int) -> dict[str, jax.Array]:
+    """The arguments of `ragged_paged_attention` in one pool, for a layer whose pages begin at `first_page`."""
+    tables = jnp.clip(self.page_indices, 0, num_pages - 1) + first_page
+    return {
+      "kv_lens": self.kv_lens,
+      "page_indices": tables,
+      "cu_q_lens": self.cu_q_lens,
+      "num_seqs": self.num_seqs,
+    }
+
+
+def write_tokens(
+  pages: Shaped[Array, "P c ..."],
+  new: Shaped[Array, "N ..."],
+  batch: PageBatch,
+  first_page: Int[Array, ""],
+  num_pages: int,
+) -> Shaped[Array, "P c ..."]:
+  """Writes what a layer keeps of every token of a pool to its place: one scatter, since no two have the same."""
+  page = jnp.where(batch.pages < num_pages, batch.pages + first_page, NOWHERE).reshape(-1)
+  return pages.at[page, batch.offsets.reshape(-1)].set(new.astype(pages.dtype), mode="drop")
+
+
+def decode_batch(
+  lengths: Int[Array, " S"], active: Bool[Array, " S"], table: Int[Array, "S p"], page_size: int, layout: Layout
+) -> PageBatch:
+  """One token of every slot, behind `lengths` others. An idle slot writes nothing, and reads one position."""
+  pools = layout.shards("slots")
+  page = jnp.take_along_axis(table, (lengths // page_size)[:, None], axis=1)
+  return PageBatch(
+    pages=jnp.where(active[:, None], page, NOWHERE),
+    offsets=(lengths % page_size)[:, None],
+    kv_lens=jnp.where(active, lengths + 1, 1),
+    page_indices=table,
+    cu_q_lens=jnp.tile(jnp.arange(lengths.shape[0] // pools + 1, dtype=jnp.int32), pools),
+    num_seqs=jnp.full((pools,), lengths.shape[0] // pools, jnp.int32),
+  )
+
+
+def prefill_batch(
+  starts: Int[Array, "D R"],
+  counts: Int[Array, "D R"],
+  page_indices: Int[Array, "D R p"],
+  length: int,
+  page_size: int,
+) -> tuple[PageBatch, Int[Array, "D T"]]:
+  """The first counts[d, r] ≥ 0 tokens behind starts[d, r] others, those of a pool one behind the other in a row.
+
+  Rows without tokens come last. Returns the positions of the `length` tokens of each row as well.
+  """
+  ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
+  token = jnp.arange(length, dtype=jnp.int32)
+  row = jax.vmap(lambda ends: jnp.searchsorted(ends, token, side="right").astype(jnp.int32))(ends)
+  real = row < counts.shape[1]
+  row = jnp.minimum(row, counts.shape[1] - 1)
+
+  take = lambda values: jnp.take_along_axis(values, row, axis=1)
+  positions = jnp.where(real, take(starts - (ends - counts)) + token, 0)
+  page = jax.vmap(lambda table, row, index: table[row, index])(page_indices, row, positions // page_size)
+
+  # A pool without tokens has one sequence of one position all the same, which nobody reads.
+  used = jnp.sum(counts > 0, axis=1, dtype=jnp.int32)
+  kv_lens = jnp.maximum(starts + counts, 1)
+  ends = jnp.maximum(ends, (used == 0)[:, None])
+  batch = PageBatch(
+    pages=jnp.where(real, page, NOWHERE),
+    offsets=positions % page_size,
+    kv_lens=kv_lens.reshape(-1),
+    page_indices=page_indices.reshape(-1, page_indices.shape[-1]),
+    cu_q_lens=jnp.pad(ends, ((0, 0), (1, 0))).reshape(-1),
+    num_seqs=jnp.maximum(used, 1),
+  )
+  return batch, positions

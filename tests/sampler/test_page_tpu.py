@@ -1,0 +1,87 @@
+"""The programs of a cache in pages compile for a TPU topology, without a TPU: in place, and with the kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import dataclasses, json, math, re
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+from sao_jax.config import MeshConfig, ModelConfig
+from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.layout import DEFAULT_RULES, Layout
+from sao_jax.parallel.mesh import make_mesh
+from sao_jax.sampler import page_steps
+from sao_jax.sampler.caches import empty_pages
+from sao_jax.sampler.sampling import SamplingRule
+from sao_jax.sampler.state import EngineState, empty_slots, state_shardings
+
+topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1")
+model = ModelConfig(
+  vocab_size=4096, num_layers=6, d_model=512, num_heads=8, num_kv_heads=4, head_dim=128, num_experts=8,
+  d_ff_expert=256, dtype="bfloat16", param_dtype="bfloat16")
+slots, context, page, chunk, rows = 8, 65536, 128, 1024, 2
+specs, answer = param_specs(model), {}
+for name, sizes in {"expert": MeshConfig(fsdp=1, expert=4), "tensor": MeshConfig(fsdp=1, tensor=4)}.items():
+  mesh = make_mesh(sizes, list(topology.devices))
+  layout = Layout(mesh, dataclasses.replace(DEFAULT_RULES, sequence=None))
+  pools, pages = layout.shards("slots"), context // page
+  place = lambda shape, dtype, *axes: jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(*axes))
+  params = jax.tree.map(lambda spec, at: jax.ShapeDtypeStruct(spec.shape, "bfloat16", sharding=at),
+                        specs, layout.param_shardings(specs))
+  build = lambda: EngineState(empty_pages(model, slots // pools * pages, page, "bfloat16", layout), empty_slots(slots))
+  state = jax.eval_shape(build)
+  state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state,
+                       state_shardings(state, layout))
+  number = lambda *shape: place(shape, jnp.int32, *["slots" if shape else None][:len(shape)])
+  update = jax.tree.map(lambda x: place((pools * rows, *x.shape[1:]), x.dtype, "slots"), state.slots)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  programs = {
+    "decode": page_steps.decode.lower(
+      params, state, number(slots, pages), key, place((slots,), jnp.bool_, "slots"), number(), config=model,
+      rule=SamplingRule(), max_steps=8, capacity=context, layout=layout),
+    "extend": page_steps.extend.lower(
+      params, state, number(pools, rows, pages), number(pools, chunk), number(pools, rows), number(pools, rows),
+      update, config=model, capacity=context, layout=layout),
+  }
+  cache = math.prod(state.cache.kv.sharding.shard_shape(state.cache.kv.shape)) * 2
+  for program, lowered in programs.items():
+    compiled = lowered.compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    moved = re.findall(rf"= (.*?) (?:{names})(?:-start)?\\\\(", text)
+    sizes = [math.prod(map(int, shape.split(","))) * {"bf16": 2, "f32": 4, "s32": 4, "u32": 4}[dtype]
+             for dtype, shape in re.findall(r"(bf16|f32|s32|u32)\\\\[([\\\\d,]+)\\\\]", " ".join(moved))]
+    answer[f"{name} {program}"] = {
+      "kernel": "ragged_paged_attention_kernel" in text, "cache": cache, "temporaries": memory.temp_size_in_bytes,
+      "aliased": memory.alias_size_in_bytes, "moved": max(sizes)}
+print(json.dumps(answer))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `aot`) is not installed")
+def test_no_program_copies_or_moves_the_cache():
+  # In a process of its own: libtpu must not be loaded by the tests' CPU runtime, and it locks itself.
+  environment = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "",  # libtpu refuses flags that it does not know
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  }
+  done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+  assert done.returncode == 0, done.stderr[-3000:]
+  for name, program in json.loads(done.stdout.splitlines()[-1]).items():
+    assert program["kernel"], name
+    assert program["aliased"] >= program["cache"], name
+    assert program["moved"] < 8 * 2**20, (name, program["moved"])
+    bound = 0.05 * program["cache"] if "decode" in name else 2**30
+    assert program["temporaries"] <= bound, (name, program)

@@ -1,0 +1,179 @@
+"""A cache in pages samples what one in slots samples, token by token, and is never copied."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toys import latent_toy
+from toys.engine_toy import (
+  DENSE,
+  MOE,
+  REPREFILL,
+  SMALL,
+  Record,
+  assert_agrees,
+  multi_turns,
+  params_of,
+  play,
+  prompt,
+  single_turns,
+)
+
+from sao_jax.config import MeshConfig
+from sao_jax.errors import ConfigError
+from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.layout import Layout
+from sao_jax.parallel.mesh import make_mesh
+from sao_jax.sampler import page_steps
+from sao_jax.sampler.cache_layout import choose_dtype, choose_layout
+from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.page_prefill import plan_paged_calls
+from sao_jax.sampler.prefill import Extension
+from sao_jax.sampler.scheduler import Scheduler
+
+# Pages that divide neither the context nor a chunk; prompts of up to 24 tokens are cut, and short ones share a call.
+PAGES = dataclasses.replace(SMALL, cache_layout="pages", page_size=5, prefill_buckets=(8,), prefill_batch=3)
+
+
+def paged(model, config=PAGES, keep_experts=False, **kwargs):
+  return Scheduler(Engine(params_of(model), model, config, seed=0, keep_experts=keep_experts), **kwargs)
+
+
+def in_slots(model, config=SMALL, keep_experts=False, **kwargs):
+  return Scheduler(Engine(params_of(model), model, config, seed=0, keep_experts=keep_experts), **kwargs)
+
+
+def assert_same(one, other):
+  for expected, record in zip(one, other, strict=True):
+    assert record.ids == expected.ids and record.versions == expected.versions
+    np.testing.assert_allclose(record.logprobs, expected.logprobs, atol=1e-5)
+    for a, b in zip(expected.experts, record.experts, strict=True):
+      np.testing.assert_array_equal(a, b)
+
+
+LATENT = dataclasses.replace(
+  latent_toy.CONFIG,
+  vocab_size=61,
+  index_topk=0,
+  num_experts=4,
+  d_ff_expert=16,
+  num_dense_layers=1,
+  initializer_range=0.3,
+)
+
+
+@pytest.mark.parametrize("model", [DENSE, MOE, LATENT], ids=["dense", "moe", "latent"])
+def test_turns_parking_and_experts_are_those_of_slots(model):
+  """Prompts in pieces, several turns, five sessions on four slots, and the experts of every token."""
+  experts = bool(model.num_experts)
+  expected = in_slots(model, keep_experts=experts, park_after=0)
+  scheduler = paged(model, keep_experts=experts, park_after=0)
+  for records, delay in ((single_turns, 0), (multi_turns, 2)):
+    assert_same(play(expected, records(), delay=delay), played := play(scheduler, records(), delay=delay))
+    for record in played:
+      assert_agrees(model, params_of(model), record)
+  assert scheduler.stats()["parked"] > 0 and scheduler.stats()["preempted"] == 0
+
+
+@pytest.mark.parametrize("kept", ["keep", "reprefill"])
+def test_a_publish_in_the_middle_is_that_of_slots(kept):
+  def run(scheduler):
+    publish = lambda tick: scheduler.publish(params_of(DENSE, seed=9), 1) if tick == 0 else None
+    return play(scheduler, [Record([(prompt(5 + i, i), 12), (prompt(3, i), 4)], i) for i in range(4)], publish)
+
+  config = dataclasses.replace(PAGES, kv_after_publish=kept)
+  slots = REPREFILL if kept == "reprefill" else SMALL
+  assert_same(run(in_slots(DENSE, slots)), run(paged(DENSE, config)))
+
+
+def test_stop_ids_temperatures_and_few_pages():
+  """Twelve pages for four slots of ten: some turns give way, and nobody sees it."""
+  records = lambda: [
+    Record([(prompt(3 + i, i), 30), (prompt(2, i), 5)], i, temperature=0.4 * i, stop_ids=(7, 60)) for i in range(6)
+  ]
+  expected, scheduler = in_slots(DENSE), paged(DENSE, dataclasses.replace(PAGES, num_pages=12))
+  assert_same(play(expected, records()), play(scheduler, records()))
+  assert scheduler.stats()["preempted"] > 0
+  assert scheduler._engine.num_free_pages(0) == 12
+
+
+def test_a_sequence_that_is_not_finite_leaves_its_pages_sound():
+  scheduler = paged(DENSE, dataclasses.replace(PAGES, num_pages=10))
+  expected = play(in_slots(DENSE), single_turns(2))
+  broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params_of(DENSE))
+  scheduler.publish(broken, 1)
+  play(scheduler, single_turns(2))
+  scheduler.publish(params_of(DENSE), 0)
+  assert_same(expected, play(scheduler, single_turns(2)))
+
+
+def test_a_mesh_has_a_pool_for_each_part_of_its_slots():
+  model = dataclasses.replace(MOE, vocab_size=64)
+  config = dataclasses.replace(PAGES, num_slots=8, num_pages=4 * 12)
+  mesh = make_mesh(MeshConfig(data=2, fsdp=1, expert=2, tensor=2), jax.devices()[:8])
+  sharded = jax.device_put(params_of(model), Layout(mesh).param_shardings(param_specs(model)))
+  engine = Engine(sharded, model, config, seed=0, mesh=mesh)
+  kv = engine._state.cache.kv
+  assert kv.sharding.shard_shape(kv.shape) == (2 * 12, 5, 2, 8)  # layers · pages, one of two key heads
+  expected = play(in_slots(model), multi_turns(6))
+  for one, other in zip(expected, play(Scheduler(engine), multi_turns(6)), strict=True):
+    assert one.ids == other.ids
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+  after = engine._state.cache.kv
+  assert after.sharding.is_equivalent_to(kv.sharding, after.ndim)
+
+
+def test_two_programs_serve_everything_and_write_in_place():
+  engine = Engine(params_of(DENSE), DENSE, PAGES, seed=0)
+  engine.warm_up()
+  compiled = page_steps.decode._cache_size(), page_steps.extend._cache_size()
+  play(Scheduler(engine), single_turns(3) + multi_turns(3))
+  assert (page_steps.decode._cache_size(), page_steps.extend._cache_size()) == compiled
+  kv = engine._state.cache.kv
+  call = engine._programs.plan_decode({0: 8}, 4)
+  table = engine._programs._pool.table
+  program = page_steps.decode.lower(
+    engine.params, engine._state, table, jax.random.key(0), call.slots < 4, np.int32(4),
+    config=DENSE, rule=engine._programs.sizes.rule, max_steps=4, capacity=48, layout=engine._programs.sizes.layout,
+  ).compile()  # fmt: skip
+  shape = "f32[" + ",".join(map(str, kv.shape)) + "]"
+  assert not [line for line in program.as_text().splitlines() if "copy(" in line and f"= {shape}" in line]
+  assert program.memory_analysis().alias_size_in_bytes >= kv.nbytes
+
+
+def test_calls_hold_all_tokens_in_order_and_no_more_than_they_may():
+  sizes = {0: 19, 1: 1, 2: 3, 3: 9, 5: 1}  # slots 0-3 and 4-7 have pools of their own
+  extensions = [Extension(slot, 0, list(range(size)), rollout_id=slot, budget=1) for slot, size in sizes.items()]
+  written = {slot: [] for slot in sizes}
+  for call in plan_paged_calls(extensions, slots_per_pool=4, num_pools=2, lengths=(4, 8), rows=2):
+    _, token_ids, counts, slots, fields = call.arrays(8, np.zeros((8, 3), np.int32))
+    assert token_ids.shape[1] in (4, 8) and counts.sum(axis=1).max() <= token_ids.shape[1]
+    assert all(not any(later > 0 for later in row[i:]) for row in counts for i in range(2) if not row[i])
+    for piece, pool, tokens in call.written():
+      slot = piece.extension.slot
+      assert pool == slot // 4 and piece.start == len(written[slot])
+      written[slot] += token_ids[pool, tokens].tolist()
+    starting = slots.reshape(-1)[fields.active]
+    assert all(len(written[slot]) == sizes[slot] - 1 for slot in starting)
+  assert written == {slot: list(range(size - 1)) for slot, size in sizes.items()}
+
+
+def test_pages_that_hold_no_context_are_refused():
+  with pytest.raises(ConfigError, match="num_pages.*\n.*at least 10"):
+    Engine(params_of(DENSE), DENSE, dataclasses.replace(PAGES, num_pages=9), seed=0)
+
+
+def test_the_platform_chooses_layout_and_dtype():
+  auto = dataclasses.replace(SMALL, cache_layout="auto", cache_dtype="auto")
+  assert [choose_layout(auto, DENSE, platform) for platform in ("tpu", "cpu")] == ["pages", "slots"]
+  assert [choose_dtype(auto, platform) for platform in ("tpu", "cpu")] == ["bfloat16", "float32"]
+  fixed = dataclasses.replace(SMALL, cache_layout="slots", cache_dtype="float32")
+  assert (choose_layout(fixed, DENSE, "tpu"), choose_dtype(fixed, "tpu")) == ("slots", "float32")
+  sparse = dataclasses.replace(latent_toy.CONFIG, index_topk=4)
+  assert choose_layout(auto, sparse, "tpu") == "slots"
+  with pytest.raises(ConfigError, match="cache_layout"):
+    choose_layout(PAGES, sparse, "tpu")

@@ -24,7 +24,7 @@ def make_programs(model: ModelConfig, sampler: SamplerConfig, layout: Layout, ke
   return {"slots": SlotPrograms, "pages": PagePrograms}[choose_layout(sampler, model, layout.platform)](sizes)
 
 
-def choose_layout(config: SamplerConfig, model: ModelConfig, platform: str | None) -> str:
+def choose_layout(config: SamplerConfig, model: ModelConfig, platform: str) -> str:
   """The layout of the cache: with "auto" pages on a TPU, and slots elsewhere, where they are faster.
 
   Raises:
@@ -39,7 +39,7 @@ def choose_layout(config: SamplerConfig, model: ModelConfig, platform: str | Non
   return config.cache_layout
 
 
-def choose_dtype(config: SamplerConfig, platform: str | None) -> str:
+def choose_dtype(config: SamplerConfig, platform: str) -> str:
   """The dtype of the cache: with "auto" bfloat16 on a TPU, and float32 elsewhere."""
   if config.cache_dtype == "auto":
     return "bfloat16" if platform == "tpu" else "float32"

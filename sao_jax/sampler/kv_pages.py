@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention.grouped import GroupedAttend
 from sao_jax.parallel.layout import Layout
-from sao_jax.sampler.page_batch import PageBatch, write_tokens
+from sao_jax.sampler.page_batch import PageBatch, on_pools, write_tokens
 from sao_jax.sampler.paged_attention import paged_attention
 
 LANES = 128  # a TPU's kernel reads heads of a multiple of this width
@@ -70,19 +70,14 @@ class KVPages:
       out = attention(q, kv, **batch.sequences(first, num_pages), sm_scale=scale)
       return out[..., : shape[-1]].reshape(shape), kv
 
+    heads, of_kv = layout.spec("slots", None, "heads"), layout.spec("slots", None, "kv_heads")
+    in_specs = (heads, of_kv, of_kv, PartitionSpec(), of_kv, layout.spec("slots"))
+    run = on_pools(of_pool, layout, in_specs, (heads, of_kv))
+
     def attend(
       q: jax.Array, k: jax.Array, v: jax.Array, layer_index: jax.Array, cache: KVPages
     ) -> tuple[jax.Array, KVPages]:
-      arguments = (q, k, v, layer_index, cache.kv, batch)
-      if layout.mesh is None:
-        out, kv = of_pool(*arguments)
-        return out, KVPages(kv)
-
-      heads, of_kv = layout.spec("slots", None, "heads"), layout.spec("slots", None, "kv_heads")
-      in_specs = (heads, of_kv, of_kv, PartitionSpec(), of_kv, layout.spec("slots"))
-      out, kv = jax.shard_map(of_pool, mesh=layout.mesh, in_specs=in_specs, out_specs=(heads, of_kv), check_vma=False)(
-        *arguments
-      )
+      out, kv = run(q, k, v, layer_index, cache.kv, batch)
       return out, KVPages(kv)
 
     return attend

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -107,3 +110,10 @@ def prefill_batch(
     num_seqs=jnp.maximum(used, 1),
   )
   return batch, positions
+
+
+def on_pools(fn: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+  """`fn` for every part of a mesh, which has the tokens of its own slots and their pages: nothing moves."""
+  if layout.mesh is None:
+    return fn
+  return jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -25,7 +25,7 @@ KERNEL_VMEM_BYTES = 64 * 2**20
 ReadPages = Callable[[Int[Array, "G p"]], tuple[jax.Array, jax.Array]]
 
 
-def paged_attention(platform: str | None) -> Callable[..., jax.Array]:
+def paged_attention(platform: str) -> Callable[..., jax.Array]:
   """The implementation of `ragged_paged_attention` for a platform, all with its signature."""
   return _kernel if platform == "tpu" else ragged_paged_attention
 

@@ -126,6 +126,8 @@ def spread_rows(logits: Float[Array, "R V"], layout: Layout) -> Float[Array, "R 
   """Gives every device whole rows to sample from, where they divide: no device gathers those of all."""
   if not layout.is_sharded or logits.shape[0] % layout.shards("slots", "vocab"):
     return logits
+  # First where the head leaves them, or the partitioner would move the head instead.
+  logits = layout.constrain(logits, "slots", "vocab")
   axes = layout.rules.mesh_axes("slots") + layout.rules.mesh_axes("vocab")
   return jax.lax.with_sharding_constraint(logits, NamedSharding(layout.mesh, PartitionSpec(axes)))
 

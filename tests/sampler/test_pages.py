@@ -26,7 +26,7 @@ from toys.engine_toy import (
 from sao_jax.config import MeshConfig
 from sao_jax.errors import ConfigError
 from sao_jax.models.transformer import param_specs
-from sao_jax.parallel.layout import Layout
+from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.mesh import make_mesh
 from sao_jax.sampler import page_steps
 from sao_jax.sampler.cache_layout import choose_dtype, choose_layout
@@ -115,7 +115,7 @@ def test_a_mesh_has_a_pool_for_each_part_of_its_slots():
   model = dataclasses.replace(MOE, vocab_size=64)
   config = dataclasses.replace(PAGES, num_slots=8, num_pages=4 * 12)
   mesh = make_mesh(MeshConfig(data=2, fsdp=1, expert=2, tensor=2), jax.devices()[:8])
-  sharded = jax.device_put(params_of(model), Layout(mesh).param_shardings(param_specs(model)))
+  sharded = jax.device_put(params_of(model), Layout(mesh, SAMPLER_RULES).param_shardings(param_specs(model)))
   engine = Engine(sharded, model, config, seed=0, mesh=mesh)
   kv = engine._state.cache.kv
   assert kv.sharding.shard_shape(kv.shape) == (2 * 12, 5, 2, 8)  # layers · pages, one of two key heads

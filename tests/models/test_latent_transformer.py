@@ -66,8 +66,10 @@ def test_shared_layers_read_what_the_last_full_layer_chose():
     toy.CONFIG, num_layers=6, indexer_types=("full", "shared", "full", "full", "shared", "shared")
   )
   params = toy.random_params(param_specs(config))
-  full, shared = (dataclasses.replace(config, indexer_types=(kind,)) for kind in ("full", "shared"))
-  x, selections = params["embed"][IDS], [jnp.zeros((2, toy.LENGTH, toy.LENGTH), jnp.bool_)]
+  full, shared = (
+    dataclasses.replace(config, indexer_types=(kind, other)) for kind, other in (("full", "shared"), ("shared", "full"))
+  )
+  x, selections = params["embed"][IDS], [jnp.zeros((2, toy.LENGTH, toy.CONFIG.index_topk), jnp.int32)]
   for number, indexer in enumerate([0, None, 1, 2, None, None]):
     layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["dense_layers"])
     stack = jax.tree.map(lambda leaf, i=indexer or 0: leaf[i : i + 1], params["indexer_layers"])

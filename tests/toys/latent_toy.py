@@ -10,6 +10,7 @@ import numpy as np
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention.latent import latent_layer, latent_specs, no_selection, packed_latent_attend
+from sao_jax.models.attention.packed import packed_causal_mask
 from sao_jax.models.attention.sparse import indexer_specs
 from sao_jax.models.rope import rope_table
 from sao_jax.parallel.params import stack_specs
@@ -51,11 +52,19 @@ def hidden_states(rows=1, length=LENGTH, config=CONFIG, seed=5):
 
 
 def run_layer(params, indexers, x, positions, segments, config=CONFIG):
-  """The first layer's attention over packed rows. Returns its output and its selection [B, T, T]."""
+  """The first layer's attention over packed rows. Returns its output and what its tokens read, as a mask [B, T, T]."""
+  config = dataclasses.replace(config, indexer_types=("full", "shared"))  # the first layer passes its selection on
   attend = packed_latent_attend(config, segments)
   table = rope_table(positions, config.qk_rope_head_dim, config.rope_theta)
   selection = no_selection(config, attend, *x.shape[:2])
   out, _, selection = latent_layer(
     params, x, table, config, attend, jnp.int32(0), None, common={"indexer_layers": indexers}, passed=selection
   )
-  return out, selection
+  return out, as_mask(selection, segments)
+
+
+def as_mask(selection, segments):
+  """mask[b, t, s]: does token t read token s? All earlier ones of its segment where nothing is selected."""
+  if selection is None:
+    return packed_causal_mask(segments)
+  return jnp.any(selection[..., None] == jnp.arange(segments.shape[1]), axis=2)

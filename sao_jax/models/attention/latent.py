@@ -4,9 +4,10 @@ A token's keys and values are one small vector, its latent of m = R + r numbers:
 head derives a key and a value, and a rotary key of r numbers that all heads share. Head h reads the key (c W_h, rotary)
 and the value c U_h, where kv_b holds W and U of all heads. Two forms of the same attention:
 
-* expanded, for training: build every head's keys and values, then ordinary attention;
-* absorbed, for sampling: since q · (c W_h) = (q W_hᵀ) · c, multiply the query instead and attend over the latents
-  themselves, all heads over the same one; U_h follows after the weighted sum. The cache holds latents only.
+* expanded, to train where every position is read: build every head's keys and values, then ordinary attention;
+* absorbed, to sample, and where positions are chosen: since q · (c W_h) = (q W_hᵀ) · c, multiply the query instead and
+  attend over the latents themselves, all heads over the same one; U_h follows after the weighted sum. The cache holds
+  latents only.
 """
 
 from __future__ import annotations
@@ -19,19 +20,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention.kind import AttentionKind
-from sao_jax.models.attention.packed import masked_attention, packed_attention, packed_causal_mask
+from sao_jax.models.attention.packed import packed_attention
+from sao_jax.models.attention.packed_latent import packed_choice, packed_selected_attention
 from sao_jax.models.attention.sparse import (
   Index,
   index,
-  index_scores,
   indexer_paths,
   indexer_specs,
   is_full,
-  select_top_k,
 )
 from sao_jax.models.linear import linear, rms_norm
 from sao_jax.models.rope import apply_interleaved_rope
@@ -111,7 +111,8 @@ def absorbed_values(
   return values.astype(weighted.dtype)
 
 
-Selection = Bool[Array, "B T S"] | None
+# The positions that each token reads, then -1; None: all that it may.
+Selection = Int[Array, "B T k"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +120,9 @@ class LatentAttend:
   """Says what the queries of a call read, and keeps latents if it wants to.
 
   Attributes:
-    num_positions: S, the number of positions that there may be to read.
-    select: (index, number of the indexer, carry) -> (selection [B, T, S], carry).
-    attend: (q [B, T, H, q], latent [B, T, m], kv_b, selection or None, layer_index, carry) -> (out [B, T, H, v],
-      carry).
+    num_positions: S, the number of positions that there may be to read; up to index_topk all are, and none is chosen.
+    select: (index, number of the indexer, carry) -> (selection, carry).
+    attend: (q [B, T, H, q], latent [B, T, m], kv_b, selection, layer_index, carry) -> (out [B, T, H, v], carry).
   """
 
   num_positions: int
@@ -133,24 +133,32 @@ class LatentAttend:
 def packed_latent_attend(
   config: ModelConfig, segment_ids: Int[Array, "B T"], layout: Layout = ONE_DEVICE
 ) -> LatentAttend:
-  """Returns the `attend` of packed rows: expanded attention, causal within segments, carry untouched."""
-  attention, masked = packed_attention(layout), masked_attention(layout)
+  """Returns the `attend` of packed rows, causal within segments, carry untouched.
+
+  Where there is a choice of positions attention is absorbed and reads those only, otherwise it is expanded. Padding
+  reads and gives nothing.
+  """
+  real = (segment_ids > 0)[..., None]
+  plain, length = config.qk_nope_head_dim, segment_ids.shape[1]
 
   # Choice and attention are both by the index in the row, and both causal within segments.
-  def select(index: Index, number: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+  def select(index: Index, number: jax.Array, carry: Any) -> tuple[Selection, Any]:
     del number
-    mask = packed_causal_mask(segment_ids)
-    return select_top_k(index_scores(index.queries, index.weights, index.keys), mask, config.index_topk), carry
+    return packed_choice(index, segment_ids, config.index_topk, layout) if is_choosing(config, length) else None, carry
 
   def attend(
     q: jax.Array, latent: jax.Array, kv_b: jax.Array, selection: Selection, layer_index: jax.Array, carry: Any
   ) -> tuple[jax.Array, Any]:
     del layer_index
-    k, v = expand(latent, kv_b, config.qk_nope_head_dim, layout)
-    out = attention(q, k, v, segment_ids) if selection is None else masked(q, k, v, selection)
-    return out, carry
+    latent = jnp.where(real, latent, 0)  # weights on padding are 0, but 0 · NaN is NaN
+    if selection is None:
+      k, v = expand(latent, kv_b, plain, layout)
+      return packed_attention(layout)(q, k, v, segment_ids), carry
+    queries, scale = absorb(q, kv_b, plain), q.shape[-1] ** -0.5
+    weighted = packed_selected_attention(queries, latent, selection, config.kv_lora_rank, scale, layout)
+    return jnp.where(real[..., None], absorbed_values(weighted, kv_b, plain), 0), carry
 
-  return LatentAttend(segment_ids.shape[1], select, attend)
+  return LatentAttend(length, select, attend)
 
 
 def latent_layer(
@@ -169,7 +177,7 @@ def latent_layer(
   """Queries and latents of the tokens, the choice of what they read, `attend`, output; see `kind.AttentionLayer`.
 
   With sparse attention `passed` is the selection of the layer before; a layer without an indexer of its own reads it
-  again, and passes it on.
+  again, and passes it on. Where every layer chooses for itself, nothing is passed.
   """
   q, compressed = latent_queries(params, x, table, config, layout)
   latent = latent_keys(params, x, table, config, layout)
@@ -190,16 +198,24 @@ def latent_layer(
     else:
       keep = lambda: (selection, carry)
       selection, carry = jax.lax.cond(jnp.asarray(full)[layer_index], choose, keep)
+      passed = selection
 
   # Absorbed or expanded, `attend` decides; heads are then joined and projected back.
   out, carry = attend.attend(q, latent, params["kv_b"], selection, layer_index, carry)
   out = linear(out.reshape(*x.shape[:2], -1), params["o"].reshape(-1, x.shape[-1]), layout)
-  return out, carry, selection
+  return out, carry, passed
+
+
+def is_choosing(config: ModelConfig, num_positions: int) -> bool:
+  """Are there more positions than a query may read?"""
+  return 0 < config.index_topk < num_positions
 
 
 def no_selection(config: ModelConfig, attend: LatentAttend, batch: int, length: int) -> Selection:
-  """Returns the selection that is passed to the first layer, which replaces it; None without sparse attention."""
-  return jnp.zeros((batch, length, attend.num_positions), jnp.bool_) if config.index_topk else None
+  """Returns the selection that is passed to the first layer, which replaces it; None where no layer reads another's."""
+  if all(is_full(config)) or not is_choosing(config, attend.num_positions):
+    return None
+  return jnp.zeros((batch, length, config.index_topk), jnp.int32)
 
 
 def indexer_stack(config: ModelConfig) -> Specs:

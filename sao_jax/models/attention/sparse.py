@@ -8,13 +8,16 @@ equal scores the lower position wins; exact zeros are common behind the ReLU), s
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig
+from sao_jax.models.attention.selected import map_blocks
+from sao_jax.models.attention.top_positions import top_positions
 from sao_jax.models.linear import layer_norm, linear
 from sao_jax.models.rope import apply_interleaved_rope
 from sao_jax.parallel.layout import ONE_DEVICE, Layout
@@ -22,7 +25,7 @@ from sao_jax.parallel.params import Params, ParamSpec, Specs
 
 INDEXER = ("q", "k", "k_norm", "k_norm_bias", "weights")
 INDEXER_NORM_EPS = 1e-6
-QUERIES_AT_A_TIME = 128  # bounds the scores of single heads, [B, 128, I, S]
+BLOCK_BYTES = 16 * 2**20  # of the scores of one block of queries
 
 
 class Index(NamedTuple):
@@ -90,29 +93,42 @@ def index(
 def index_scores(
   queries: Float[Array, "B T I i"], weights: Float[Array, "B T I"], keys: Float[Array, "B S i"]
 ) -> Float[Array, "B T S"]:
-  """Σ over heads of weight · relu(query · key), in fp32."""
-  einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-  def score(query: tuple[jax.Array, jax.Array]) -> jax.Array:  # [B, I, i], [B, I] -> [B, S]
-    return einsum("bis,bi->bs", jax.nn.relu(einsum("bih,bsh->bis", query[0], keys)), query[1])
-
-  by_query = (jnp.moveaxis(queries, 1, 0), jnp.moveaxis(weights, 1, 0))
-  scores = jax.lax.map(score, by_query, batch_size=min(QUERIES_AT_A_TIME, queries.shape[1]))
-  return jnp.moveaxis(scores, 0, 1)
+  """Σ over heads of weight · relu(query · key), in fp32; the products are of the dtype that queries and keys have."""
+  products = jnp.einsum(
+    "btih,bsh->btis", queries, keys, precision=exact_precision(keys.dtype), preferred_element_type=jnp.float32
+  )
+  return jnp.einsum("btis,bti->bts", jax.nn.relu(products), weights, precision=jax.lax.Precision.HIGHEST)
 
 
-def select_top_k(
-  scores: Float[Array, "B T S"], allowed: Bool[Array, "B T S"], num_selected: int
-) -> Bool[Array, "B T S"]:
-  """The `num_selected` allowed positions with the highest scores, or all where no more are allowed.
+def exact_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+  """Products of fp32 numbers in fp32 on every backend; those of bf16 are exact anyway, and summed in fp32."""
+  return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
-  Of equal scores the lower position wins, so that the result depends neither on the backend nor on padding.
+
+def choose_positions(
+  queries: Float[Array, "B T I i"],
+  weights: Float[Array, "B T I"],
+  keys: Sequence[Float[Array, "B _ i"]],
+  readable: Callable[..., Bool[Array, "B Q S"]],
+  num_selected: int,
+  *arrays: Int[Array, "B T"],
+) -> Int[Array, "B T k"]:
+  """The positions that queries of an indexer choose, ascending, then -1 (`top_positions`).
+
+  A block of queries at a time: the scores of a block are gone before the next.
+
+  Args:
+    queries: see `Index`.
+    weights: see `Index`.
+    keys: stretches of keys of all positions; positions count through them.
+    readable: (*blocks of `arrays`) -> the positions that a block of queries may read.
+    num_selected: k.
+    *arrays: what `readable` needs to know of every query.
   """
-  if scores.shape[-1] <= num_selected:
-    return allowed
-  scores = jnp.where(allowed, scores, -jnp.inf)
-  threshold = jax.lax.top_k(scores, num_selected)[0][..., -1:]
-  above, tied = scores > threshold, scores == threshold
-  room = num_selected - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
-  first = jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room
-  return allowed & (above | (tied & first))
+
+  def block(queries: jax.Array, weights: jax.Array, *arrays: jax.Array) -> jax.Array:
+    scores = jnp.concatenate([index_scores(queries, weights, stretch) for stretch in keys], axis=-1)
+    return top_positions(scores, readable(*arrays), num_selected)
+
+  width = BLOCK_BYTES // (4 * queries.shape[0] * sum(stretch.shape[1] for stretch in keys))
+  return map_blocks(block, max(width // 8 * 8, 8), queries, weights, *arrays)

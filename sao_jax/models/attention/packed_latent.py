@@ -1,0 +1,127 @@
+"""Latent attention over packed rows: which latents a query reads, one device or many.
+
+Queries stay where their tokens are. What they read is small, one latent and one indexer's key per token for all heads:
+over the mesh axes of the sequence those are gathered, and the gradients of latents scattered back as sums.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from sao_jax.models.attention.selected import selected_attention
+from sao_jax.models.attention.sparse import Index, choose_positions
+from sao_jax.parallel.layout import Layout
+
+STAIRS = 8  # parts of a row that are scored against the keys before their end: 9/16 of all products in place of 1/2
+STAIR_QUERIES = 64  # shorter ones are not worth a program of their own
+
+
+def packed_choice(
+  index: Index, segment_ids: Int[Array, "B T"], num_selected: int, layout: Layout
+) -> Int[Array, "B T k"]:
+  """The positions in its row that each token reads: `num_selected`, causal within segments, ascending, then -1."""
+  if not layout.is_sharded:
+    return _choose(*index, segment_ids, num_selected=num_selected, axes=(), shards=1)
+  local = functools.partial(
+    _choose,
+    num_selected=num_selected,
+    axes=layout.rules.mesh_axes("sequence"),
+    shards=layout.shards("sequence"),
+  )
+  tokens = lambda *rest: layout.spec("batch", "sequence", *rest)
+  specs = (tokens(None, None), tokens(None), tokens(None), tokens())
+  choose = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=tokens(None), check_vma=False)
+  return choose(*index, segment_ids)
+
+
+def _choose(
+  queries: Float[Array, "B t I i"],
+  weights: Float[Array, "B t I"],
+  keys: Float[Array, "B t i"],
+  segments: Int[Array, "B t"],
+  *,
+  num_selected: int,
+  axes: tuple[str, ...],
+  shards: int,
+) -> Int[Array, "B t k"]:
+  """`packed_choice` as one of `shards` devices computes it for the t tokens of its rows."""
+  length = segments.shape[1]
+  first = jax.lax.axis_index(axes) * length if shards > 1 else 0
+  rows = jnp.broadcast_to(first + jnp.arange(length, dtype=jnp.int32), segments.shape)
+  all_keys, all_segments = gather_sequence(keys, axes, shards), gather_sequence(segments, axes, shards)
+
+  # The row in stairs: each device has the same share of every stair, since late queries have more to read than early
+  # ones. Where a stair cannot be shared out, all queries are scored against the whole row.
+  stairs = _stairs(length, shards)
+  parts = [(queries, weights, segments, rows)]
+  if stairs:
+    parts = zip(*(_share_out(x, stairs, axes, shards) for x in parts[0]), strict=True)
+
+  # A stair is scored against the keys before its end only.
+  chosen = []
+  for queries, weights, segments, rows in parts:
+    end = (len(chosen) + 1) * (length // stairs) if stairs else all_keys.shape[1]
+    readable = functools.partial(_causal, all_segments[:, :end])
+    chosen.append(choose_positions(queries, weights, [all_keys[:, :end]], readable, num_selected, segments, rows))
+  return _take_back(chosen, stairs, axes, shards) if stairs else chosen[0]
+
+
+def _stairs(length: int, shards: int) -> int:
+  """The number of stairs that the tokens of one device make up, 0 where no stair can be shared out evenly."""
+  most = max(min(STAIRS // shards, length // STAIR_QUERIES), 1)
+  return next((count for count in range(most, 0, -1) if length % (count * shards) == 0), 0)
+
+
+def _share_out(x: Shaped[Array, "B t ..."], stairs: int, axes: tuple[str, ...], shards: int) -> list[jax.Array]:
+  """This device's part of every stair of the row, in the order of the row."""
+  x = x.reshape(x.shape[0], stairs, shards, -1, *x.shape[2:])
+  x = jax.lax.all_to_all(x, axes, 2, 1) if shards > 1 else x.swapaxes(1, 2)
+  return [x[:, shard, stair] for shard in range(shards) for stair in range(stairs)]
+
+
+def _take_back(parts: list[jax.Array], stairs: int, axes: tuple[str, ...], shards: int) -> Shaped[Array, "B t ..."]:
+  """The results for the tokens of this device, from those for its part of every stair."""
+  x = jnp.stack(parts, axis=1)
+  x = x.reshape(x.shape[0], shards, stairs, *x.shape[2:])
+  x = jax.lax.all_to_all(x, axes, 1, 2) if shards > 1 else x.swapaxes(1, 2)
+  return x.reshape(x.shape[0], -1, *x.shape[4:])
+
+
+def _causal(
+  key_segments: Int[Array, "B S"], segments: Int[Array, "B Q"], rows: Int[Array, "B Q"]
+) -> Bool[Array, "B Q S"]:
+  """True where a query may read: a key of its segment, not after it in the row."""
+  index = jnp.arange(key_segments.shape[1], dtype=jnp.int32)
+  return (segments[:, :, None] == key_segments[:, None]) & (rows[:, :, None] >= index)
+
+
+def gather_sequence(x: Shaped[Array, "B t ..."], axes: tuple[str, ...], shards: int) -> Shaped[Array, "B T ..."]:
+  """Whole rows, from the parts that the devices hold; the gradient is scattered back as sums."""
+  return jax.lax.all_gather(x, axes, axis=1, tiled=True) if shards > 1 else x
+
+
+def packed_selected_attention(
+  queries: Float[Array, "B T H m"],
+  latents: Float[Array, "B T m"],
+  selection: Int[Array, "B T k"],
+  rank: int,
+  scale: float,
+  layout: Layout,
+) -> Float[Array, "B T H R"]:
+  """`selected_attention` of absorbed queries over the latents of their row; heads over the axes of "heads"."""
+  if not layout.is_sharded:
+    return selected_attention(queries, latents, selection, rank, scale)
+  axes, shards = layout.rules.mesh_axes("sequence"), layout.shards("sequence")
+
+  def attend(queries: jax.Array, latents: jax.Array, selection: jax.Array) -> jax.Array:
+    return selected_attention(queries, gather_sequence(latents, axes, shards), selection, rank, scale)
+
+  heads, tokens = layout.spec("batch", "sequence", "heads", None), layout.spec("batch", "sequence", None)
+  specs = (heads, tokens, tokens)
+  return jax.shard_map(attend, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)(
+    queries, latents, selection
+  )

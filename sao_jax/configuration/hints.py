@@ -72,6 +72,16 @@ IDLE = (
     _of("rollout", "sampler_devices"),
   ),
   Idle(
+    lambda config: config.sampler.cache_layout == "slots",
+    "sampler.cache_layout='slots' has no pages",
+    _of("sampler", "page_size", "num_pages"),
+  ),
+  Idle(
+    lambda config: config.sampler.cache_layout == "pages",
+    "sampler.cache_layout='pages' decodes all slots together, and reads the pages that they have",
+    _of("sampler", "decode_batch", "window_buckets"),
+  ),
+  Idle(
     lambda config: not config.value_pretraining.heldout_fraction,
     "value_pretraining.heldout_fraction=0 leaves nothing to measure the critic by",
     _of("value_pretraining", "evaluate_every", "plateau_window", "patience", "plateau_gain"),

@@ -342,6 +342,13 @@ def _lengths(config: RunConfig) -> Iterator[ConfigError]:
       f"{total} tokens in all contexts of an episode, and one context may have {context}.",
       "Set it to sampler.context_length or more, or to 0 for no bound.",
     )
+  tokens = config.sampler.num_pages * config.sampler.page_size
+  if 0 < tokens < context:
+    yield ConfigError(
+      "sampler.num_pages",
+      f"pages for {tokens} tokens, and one context may have {context}.",
+      "Raise it, or set it to 0: as many as all slots need.",
+    )
 
 
 # Rollouts

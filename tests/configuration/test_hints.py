@@ -61,6 +61,8 @@ def test_nothing_is_hinted_at_in_what_is_shipped(config):
     ({"model.index_head_dim": 8}, "model.index_head_dim will have no effect"),
     ({"rollout.max_staleness": -1, "rollout.staleness": "mask"}, "rollout.staleness will have no effect"),
     ({"rollout.sampler_devices": 1}, "rollout.sampler_devices will have no effect"),
+    ({"sampler.cache_layout": "slots", "sampler.num_pages": 99}, "sampler.num_pages will have no effect"),
+    ({"sampler.cache_layout": "pages", "sampler.decode_batch": 8}, "sampler.decode_batch will have no effect"),
     (
       {"value_pretraining.heldout_fraction": 0.0, "value_pretraining.patience": 3},
       "value_pretraining.patience will have no effect",

@@ -134,6 +134,7 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
     ({"sampler.temperature": 0.0}, "sampler.temperature", "temperature 0", "above 0"),
     ({"sampler.top_p": 0.8}, "sampler.top_p", "top_p=0.8", "sampler.top_p=1"),
     ({"sampler.top_k": 40}, "sampler.top_k", "top_k=40", "sampler.top_k=0"),
+    ({"sampler.num_pages": 1}, "sampler.num_pages", "pages for 128 tokens", "Raise it, or set it to 0"),
     ({"rollout.row_lengths": (64, 128)}, "rollout.row_lengths", "longest row has 128", "Add sampler.context_length"),
     ({"rollout.max_trajectory_tokens": 255}, "rollout.max_trajectory_tokens", "one context may have 256", "0 for no"),
     (

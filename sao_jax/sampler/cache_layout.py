@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from sao_jax.config import ModelConfig, SamplerConfig
-from sao_jax.errors import ConfigError
 from sao_jax.parallel.layout import Layout
-from sao_jax.sampler.caches import has_pages
 from sao_jax.sampler.page_programs import PagePrograms
 from sao_jax.sampler.programs import Programs, Sizes
 from sao_jax.sampler.sampling import SamplingRule
@@ -16,26 +14,18 @@ def make_programs(model: ModelConfig, sampler: SamplerConfig, layout: Layout, ke
   """The programs of an engine on the devices of `layout`, which need not be here as long as nothing runs.
 
   Raises:
-    ConfigError: the model has no cache of that layout, or the pages hold no context.
+    ConfigError: the pages hold no context.
   """
   rule = SamplingRule(top_p=sampler.top_p, top_k=sampler.top_k)
   dtype = choose_dtype(sampler, layout.platform)
   sizes = Sizes(model, sampler, rule, dtype, keep_experts, layout)
-  return {"slots": SlotPrograms, "pages": PagePrograms}[choose_layout(sampler, model, layout.platform)](sizes)
+  return {"slots": SlotPrograms, "pages": PagePrograms}[choose_layout(sampler, layout.platform)](sizes)
 
 
-def choose_layout(config: SamplerConfig, model: ModelConfig, platform: str) -> str:
-  """The layout of the cache: with "auto" pages on a TPU, and slots elsewhere, where they are faster.
-
-  Raises:
-    ConfigError: the model has no cache in pages.
-  """
-  if config.cache_layout == "pages" and not has_pages(model):
-    raise ConfigError(
-      "sampler.cache_layout", "sparse attention has no cache in pages.", "use 'slots', or 'auto', which knows."
-    )
+def choose_layout(config: SamplerConfig, platform: str) -> str:
+  """The layout of the cache: with "auto" pages on a TPU, and slots elsewhere, where they are faster."""
   if config.cache_layout == "auto":
-    return "pages" if platform == "tpu" and has_pages(model) else "slots"
+    return "pages" if platform == "tpu" else "slots"
   return config.cache_layout
 
 

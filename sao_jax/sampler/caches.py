@@ -31,8 +31,3 @@ def empty_pages(
 ) -> PagedCache:
   """Zeros for `num_pages` pages of every pool."""
   return PAGES[attention_kind(config)].empty(config, num_pages, page_size, dtype, layout)
-
-
-def has_pages(config: ModelConfig) -> bool:
-  """Can the model's cache lie in pages? Not with sparse attention."""
-  return not config.index_topk

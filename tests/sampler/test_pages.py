@@ -55,14 +55,9 @@ def assert_same(one, other):
 
 
 LATENT = dataclasses.replace(
-  latent_toy.CONFIG,
-  vocab_size=61,
-  index_topk=0,
-  num_experts=4,
-  d_ff_expert=16,
-  num_dense_layers=1,
-  initializer_range=0.3,
-)
+  latent_toy.CONFIG, vocab_size=61, num_layers=3, indexer_types=("full", "shared", "full"), index_topk=6, num_experts=4,
+  d_ff_expert=16, num_dense_layers=1, initializer_range=0.3,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("model", [MOE, LATENT], ids=["grouped", "latent"])
@@ -96,6 +91,11 @@ def test_stop_ids_temperatures_and_few_pages():
   assert scheduler._engine.num_free_pages(0) == 12
 
 
+def test_latents_are_all_read_where_none_are_chosen():
+  everything = dataclasses.replace(LATENT, index_topk=0)
+  assert_same(play(in_slots(everything), multi_turns(3)), play(paged(everything), multi_turns(3)))
+
+
 def test_a_sequence_that_is_not_finite_leaves_its_pages_sound():
   scheduler = paged(DENSE, dataclasses.replace(PAGES, num_pages=10))
   expected = play(in_slots(DENSE), single_turns(2))
@@ -106,20 +106,22 @@ def test_a_sequence_that_is_not_finite_leaves_its_pages_sound():
   assert_same(expected, play(scheduler, single_turns(2)))
 
 
-def test_a_mesh_has_a_pool_for_each_part_of_its_slots():
-  model = dataclasses.replace(MOE, vocab_size=64)
+@pytest.mark.parametrize("model", [MOE, LATENT], ids=["grouped", "latent"])
+def test_a_mesh_has_a_pool_for_each_part_of_its_slots(model):
+  model = dataclasses.replace(model, vocab_size=64)
   config = dataclasses.replace(PAGES, num_slots=8, num_pages=4 * 12)
   mesh = make_mesh(MeshConfig(data=2, fsdp=1, expert=2, tensor=2), jax.devices()[:8])
   sharded = jax.device_put(params_of(model), Layout(mesh, SAMPLER_RULES).param_shardings(param_specs(model)))
   engine = Engine(sharded, model, config, seed=0, mesh=mesh)
-  kv = engine._state.cache.kv
-  assert kv.sharding.shard_shape(kv.shape) == (2 * 12, 5, 2, 8)  # layers · pages, one of two key heads
+  first = jax.tree.leaves(engine._state.cache)[0]
+  own = (2 * 12, 5, 2, 8) if model.kv_lora_rank == 0 else (3 * 12, 5, 16)  # layers · pages, one of two key heads
+  assert first.sharding.shard_shape(first.shape) == own
   expected = play(in_slots(model), multi_turns(6))
   for one, other in zip(expected, play(Scheduler(engine), multi_turns(6)), strict=True):
     assert one.ids == other.ids
     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
-  after = engine._state.cache.kv
-  assert after.sharding.is_equivalent_to(kv.sharding, after.ndim)
+  after = jax.tree.leaves(engine._state.cache)[0]
+  assert after.sharding.is_equivalent_to(first.sharding, after.ndim)
 
 
 def test_two_programs_serve_everything_and_write_in_place():
@@ -164,11 +166,7 @@ def test_pages_that_hold_no_context_are_refused():
 
 def test_the_platform_chooses_layout_and_dtype():
   auto = dataclasses.replace(SMALL, cache_layout="auto", cache_dtype="auto")
-  assert [choose_layout(auto, DENSE, platform) for platform in ("tpu", "cpu")] == ["pages", "slots"]
+  assert [choose_layout(auto, platform) for platform in ("tpu", "cpu")] == ["pages", "slots"]
   assert [choose_dtype(auto, platform) for platform in ("tpu", "cpu")] == ["bfloat16", "float32"]
   fixed = dataclasses.replace(SMALL, cache_layout="slots", cache_dtype="float32")
-  assert (choose_layout(fixed, DENSE, "tpu"), choose_dtype(fixed, "tpu")) == ("slots", "float32")
-  sparse = dataclasses.replace(latent_toy.CONFIG, index_topk=4)
-  assert choose_layout(auto, sparse, "tpu") == "slots"
-  with pytest.raises(ConfigError, match="cache_layout"):
-    choose_layout(PAGES, sparse, "tpu")
+  assert (choose_layout(fixed, "tpu"), choose_dtype(fixed, "tpu")) == ("slots", "float32")

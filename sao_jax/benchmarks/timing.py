@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.critic import critic_specs
-from sao_jax.models.moe import EXPERT_WEIGHTS
+from sao_jax.models.experts import EXPERT_WEIGHTS
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import Specs, path_name
 

@@ -11,7 +11,7 @@ import math
 import jax
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.moe import EXPERT_WEIGHTS
+from sao_jax.models.experts import EXPERT_WEIGHTS
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import count_params, path_name
 from sao_jax.sampler.caches import empty_cache

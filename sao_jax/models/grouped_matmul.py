@@ -29,24 +29,33 @@ def choose_implementation(name: str, platform: str | None = None) -> str:
 
 
 def grouped_matmul(
-  lhs: Float[Array, "M D"], rhs: Float[Array, "E D F"], group_sizes: Int[Array, " E"], implementation: str = "auto"
+  lhs: Float[Array, "M D"],
+  rhs: Float[Array, "matrices D F"],
+  group_sizes: Int[Array, " E"],
+  implementation: str = "auto",
+  first: Int[Array, ""] | None = None,
 ) -> Float[Array, "M F"]:
   """out[m] = lhs[m] · rhs[e] for the rows m of group e; 0 (and no gradient) for rows behind the last group.
 
   Args:
     lhs: rows, sorted by group.
-    rhs: one matrix per group.
+    rhs: one matrix per group; more of them with `first`.
     group_sizes: int32 number of rows of every group, empty groups allowed; their sum is at most M.
     implementation: auto | blocked | megablox (TPU) | ragged_dot, see `choose_implementation`.
+    first: the matrix of the first group, the others follow it. They are read where they stand (ragged_dot: in a copy).
+      None: the first one. Otherwise there is no gradient.
   """
   implementation = choose_implementation(implementation)
   if implementation == "blocked":
-    return grouped_map(_matmul, rhs, lhs, group_sizes)
+    return grouped_map(_matmul, rhs, lhs, group_sizes, first=first)
   # The other two leave rows behind the last group undefined, in the result and in the gradient.
   inside = jnp.arange(lhs.shape[0], dtype=jnp.int32)[:, None] < jnp.sum(group_sizes)
   lhs = jnp.where(inside, lhs, 0)
-  product = {"megablox": megablox_matmul, "ragged_dot": jax.lax.ragged_dot}[implementation]
-  out = product(lhs, rhs, group_sizes)
+  if implementation == "megablox":
+    out = megablox_matmul(lhs, rhs, group_sizes, first)
+  else:
+    own = rhs if first is None else jax.lax.dynamic_slice_in_dim(rhs, first, group_sizes.shape[0], 0)
+    out = jax.lax.ragged_dot(lhs, own, group_sizes)
   return jnp.where(inside, out, 0)
 
 
@@ -55,7 +64,11 @@ def _matmul(matrix: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def megablox_matmul(
-  lhs: Float[Array, "M D"], rhs: Float[Array, "E D F"], group_sizes: Int[Array, " E"], interpret: bool = False
+  lhs: Float[Array, "M D"],
+  rhs: Float[Array, "matrices D F"],
+  group_sizes: Int[Array, " E"],
+  first: Int[Array, ""] | None = None,
+  interpret: bool = False,
 ) -> Float[Array, "M F"]:
   """The Pallas kernel of jax, with rows padded to whole tiles. `interpret` runs it without a TPU, slowly."""
   from jax.experimental.pallas.ops.tpu.megablox import gmm  # pulls in Pallas, which only TPU runs need
@@ -64,11 +77,18 @@ def megablox_matmul(
   row_tile = min(MEGABLOX_TILE[0], -(-num_rows // 128) * 128)
   lhs = jnp.pad(lhs, ((0, -num_rows % row_tile), (0, 0)))
   tiling = (row_tile, min(MEGABLOX_TILE[1], rhs.shape[1]), min(MEGABLOX_TILE[2], rhs.shape[2]))
-  return gmm(lhs, rhs, group_sizes, lhs.dtype, tiling, None, None, False, interpret)[:num_rows]
+
+  # The kernel's group g reads the matrix g - offset: it is meant for matrices that begin with a later group.
+  offset = None if first is None else -first
+  return gmm(lhs, rhs, group_sizes, lhs.dtype, tiling, offset, None, False, interpret)[:num_rows]
 
 
 def grouped_map(
-  fn: RowFunction, params: Params, rows: Float[Array, "M D"], group_sizes: Int[Array, " E"]
+  fn: RowFunction,
+  params: Params,
+  rows: Float[Array, "M D"],
+  group_sizes: Int[Array, " E"],
+  first: Int[Array, ""] | None = None,
 ) -> Float[Array, "M F"]:
   """out[m] = fn(params[e], rows[m]) for the rows m of group e; 0 for rows behind the last group.
 
@@ -77,8 +97,12 @@ def grouped_map(
     params: a tree of arrays with a leading axis E. Their gradients are accumulated in fp32.
     rows: rows, sorted by group.
     group_sizes: number of rows of every group; their sum is at most M.
+    first: the parameters of the first group, the others follow them, and there is no gradient. None: the first ones.
   """
-  return _grouped_map(fn, _tile_rows(rows.shape[0], group_sizes.shape[0]), params, rows, group_sizes)
+  tile = _tile_rows(rows.shape[0], group_sizes.shape[0])
+  if first is not None:
+    return _forward(fn, tile, params, rows, group_sizes, first)[0]
+  return _grouped_map(fn, tile, params, rows, group_sizes)
 
 
 def _tile_rows(num_rows: int, num_groups: int) -> int:
@@ -92,14 +116,19 @@ def _grouped_map(fn: RowFunction, tile: int, params: Params, rows: jax.Array, gr
 
 
 def _forward(
-  fn: RowFunction, tile: int, params: Params, rows: jax.Array, group_sizes: jax.Array
+  fn: RowFunction,
+  tile: int,
+  params: Params,
+  rows: jax.Array,
+  group_sizes: jax.Array,
+  first: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
   padded = _pad(rows, tile)  # the last tile may reach behind the last row
   ends = jnp.cumsum(group_sizes)
   result = jax.eval_shape(fn, _select(params, 0), padded[:tile])
 
   def group(index: jax.Array, out: jax.Array) -> jax.Array:
-    own = _select(params, index)
+    own = _select(params, index if first is None else first + index)
     start = ends[index] - group_sizes[index]
 
     def compute_tile(i: jax.Array, out: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from sao_jax.config import ModelConfig
 from sao_jax.models.attention import Attend, attention_kind
 from sao_jax.models.linear import feed_forward, linear, rms_norm
 from sao_jax.models.lora import add_lora, lora_of
-from sao_jax.models.moe import Routed, moe_feed_forward
+from sao_jax.models.moe import Routed, moe_feed_forward, set_experts_apart
 from sao_jax.models.rope import rope_table
 from sao_jax.models.router import router_bias_paths
 from sao_jax.parallel.layout import ONE_DEVICE, Layout
@@ -77,6 +77,7 @@ def trunk(
   carry: Any = None,
   routed_experts: Int[Array, "B T L k"] | None = None,
   layout: Layout = ONE_DEVICE,
+  in_place: bool = False,
 ) -> tuple[Float[Array, "B T D"], Any, Routed | None]:
   """Embedding, all layers, final norm.
 
@@ -90,6 +91,9 @@ def trunk(
     carry: state that `attend` threads through the layers, for example the cache.
     routed_experts: the experts to use in the MoE layers, -1 where the router chooses itself (None: everywhere).
     layout: the one that parameters and tokens are placed by.
+    in_place: read the experts' weights where they stand in the stack of all layers, without a copy of each layer's: for
+      a sampler, whose steps read more weights than tokens. There is then no gradient. Without effect where weights are
+      stored in another dtype, split over "expert_embed", or adapted by LoRA.
 
   Returns:
     The hidden states after the final norm, in config.dtype; the last carry; and how the MoE layers routed the tokens,
@@ -102,6 +106,11 @@ def trunk(
   common = {name: params[name] for name in kind.common_specs(config)}
   passed = kind.start(config, attend, *token_ids.shape)
   scale = params["lora"]["scale"] if "lora" in params else None
+
+  # Experts that the layers read where they stand, {} if each layer is given its own.
+  stacks, experts = {name: params[name] for name in ("dense_layers", "moe_layers") if name in params}, {}
+  if in_place and scale is None and "moe_layers" in stacks:
+    stacks["moe_layers"], experts = set_experts_apart(stacks["moe_layers"], x.dtype, layout)
 
   def layer(state: tuple[jax.Array, Any, Any], inputs: tuple[Params, Params, jax.Array, jax.Array | None]):
     x, carry, passed = state
@@ -127,23 +136,23 @@ def trunk(
     # x + feed_forward(norm(x)), dense or of the experts
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
     if "moe" in params:
-      out, routed = moe_feed_forward(params["moe"], normed, config, layout, replayed)
+      place = layer_index - config.num_mlp_layers if experts else None
+      out, routed = moe_feed_forward(params["moe"] | experts, normed, config, layout, replayed, place)
     else:
       out = feed_forward(params["mlp"], normed, layout)
     return (layout.constrain(x + out, "batch", "sequence", None), carry, passed), routed
 
   # One loop over each stack of equal layers.
   first_layer, routed = 0, None
-  for name in ("dense_layers", "moe_layers"):
-    if name in params:
-      count = params[name]["mlp_norm"].shape[0]
-      layer_indices = jnp.arange(first_layer, first_layer + count, dtype=jnp.int32)
-      replayed = None if routed_experts is None or name == "dense_layers" else jnp.moveaxis(routed_experts, 2, 0)
-      step = rematerialize(layer, config.remat, straight=count == 1)
-      shallow = count <= UNROLLED_LAYERS and config.remat == "none"
-      inputs = (params[name], lora_of(params, name), layer_indices, replayed)
-      (x, carry, passed), routed = jax.lax.scan(step, (x, carry, passed), inputs, unroll=shallow)
-      first_layer += count
+  for name, stack in stacks.items():
+    count = stack["mlp_norm"].shape[0]
+    layer_indices = jnp.arange(first_layer, first_layer + count, dtype=jnp.int32)
+    replayed = None if routed_experts is None or name == "dense_layers" else jnp.moveaxis(routed_experts, 2, 0)
+    step = rematerialize(layer, config.remat, straight=count == 1)
+    shallow = count <= UNROLLED_LAYERS and config.remat == "none"
+    inputs = (stack, lora_of(params, name), layer_indices, replayed)
+    (x, carry, passed), routed = jax.lax.scan(step, (x, carry, passed), inputs, unroll=shallow)
+    first_layer += count
 
   return rms_norm(x, params["final_norm"], config.rms_norm_eps), carry, routed
 

@@ -59,7 +59,9 @@ def extend(
   batch, positions = prefill_batch(starts, counts, table, token_ids.shape[1], page_size)
   batch = batch.replace(pages=jnp.where(positions < capacity, batch.pages, jnp.iinfo(jnp.int32).max))
   attend = state.cache.attend(config, batch, layout)
-  _, cache, routed = trunk(params, config, token_ids, positions, attend=attend, carry=state.cache, layout=layout)
+  _, cache, routed = trunk(
+    params, config, token_ids, positions, attend=attend, carry=state.cache, layout=layout, in_place=True
+  )
 
   overflow = overflow.reshape(-1)
   update = update.replace(

@@ -101,6 +101,7 @@ def sample_loop(
       attend=attend_at(step, rows),
       carry=cache,
       layout=layout,
+      in_place=True,
     )
 
     # The next token becomes the pending one, where the row goes on.

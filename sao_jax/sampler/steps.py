@@ -60,7 +60,7 @@ def extend(
   past = read_window(state.cache, slots, window)
   new = empty_cache(config, token_ids.shape[0], length, state.cache.dtype)
   attend = past.attend(config, starts, 0, length)
-  _, new, routed = trunk(params, config, token_ids, positions, attend=attend, carry=new, layout=layout)
+  _, new, routed = trunk(params, config, token_ids, positions, attend=attend, carry=new, layout=layout, in_place=True)
 
   update = update.replace(lengths=starts + counts, active=update.active & ~overflow, overflow=overflow)
   shardings = None if layout.mesh is None else state_shardings(state, layout).cache

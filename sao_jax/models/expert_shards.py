@@ -1,0 +1,190 @@
+"""Experts over a mesh: who holds which, how their weights are gathered, and how tokens find them.
+
+Forward and backward are written out as two programs of one device each (`shard_map`), so that the partitioner has
+nothing to decide: weights are gathered in the dtype of the activations, a layer at a time and again for the backward
+pass, and their gradients leave in fp32 as reduce-scatters.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from sao_jax.models.expert_buffer import buffer_rows, buffered_experts, buffered_gradient
+from sao_jax.models.experts import EXPERT_WEIGHTS, ExpertWeights, count_experts, expert_feed_forward, lives_here
+from sao_jax.parallel.layout import Layout
+from sao_jax.parallel.staged_gather import Stage, gather, scatter_sum, stages
+
+EMBED_AXIS = {"gate": -2, "up": -2, "down": -1}  # the dimension "expert_embed" of the weights
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def sharded_experts(
+  layout: Layout,
+  implementation: str,
+  params: ExpertWeights,
+  x: Float[Array, "B T D"],
+  weights: Float[Array, "B T k"],
+  experts: Int[Array, "B T k"],
+) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
+  """The sum over the experts of every token, and how many were computed; exact and dropless for any routing.
+
+  Every device gathers the tokens of its "expert" group and computes the experts it holds, their width split over
+  "tensor"; the partial sums are added and scattered back. With other rules: of the mesh axes that split the experts or
+  their width, those that also split the tokens gather and scatter them, and the sums are added over the others.
+  """
+  return apply_sharded(layout, implementation, params, x, weights, experts)
+
+
+def apply_sharded(
+  layout: Layout,
+  implementation: str,
+  params: ExpertWeights,
+  x: Float[Array, "B T D"],
+  weights: Float[Array, "B T k"],
+  experts: Int[Array, "B T k"],
+  layer: Int[Array, ""] | None = None,
+) -> tuple[Float[Array, "B T D"], Int[Array, "B T"]]:
+  """`sharded_experts` without a gradient; with `layer`, `params` are those of all layers, see `expert_feed_forward`."""
+  axes = _axes(layout)
+  tokens, counts = layout.spec("batch", "sequence", None), layout.spec("batch", "sequence")
+
+  def compute(
+    params: ExpertWeights, layer: jax.Array | None, x: jax.Array, weights: jax.Array, experts: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    num_experts, shape = count_experts(params), x.shape
+    params = {name: _gather_weight(params[name], name, axes, x.dtype) for name in EXPERT_WEIGHTS}
+    x, weights, experts = (_gather_tokens(array, axes) for array in (x, weights, experts))
+    experts = experts - jax.lax.axis_index(axes.expert) * num_experts
+
+    rows = buffer_rows(experts.size, layout.shards("expert"))
+    if rows < experts.size:
+      out, computed = buffered_experts(
+        params, x, weights, experts, rows=rows, implementation=implementation, layer=layer
+      )
+    else:
+      out = expert_feed_forward(params, x, weights, experts, implementation=implementation, layer=layer)
+      computed = jnp.sum(lives_here(experts, num_experts), axis=-1, dtype=jnp.int32)
+    out, computed = _add_up(out, axes), _add_up(computed, axes) // layout.shards("mlp")
+    return out.reshape(shape), computed.reshape(shape[:2])
+
+  specs = _weight_specs(layout, stacked=layer is not None)
+  shards = _on_every_device(compute, layout, (specs, PartitionSpec(), tokens, tokens, tokens), (tokens, counts))
+  return shards({name: params[name] for name in EXPERT_WEIGHTS}, layer, x, weights, experts)
+
+
+def _forward(layout: Layout, implementation: str, *operands: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+  return apply_sharded(layout, implementation, *operands), operands
+
+
+def _backward(layout: Layout, implementation: str, operands: Any, out_grads: Any) -> tuple[Any, ...]:
+  """The gradients of weights and tokens; nothing was stored, weights and tokens are gathered again."""
+  axes = _axes(layout)
+  tokens = layout.spec("batch", "sequence", None)
+
+  def compute(
+    params: ExpertWeights, x: jax.Array, weights: jax.Array, experts: jax.Array, out_grad: jax.Array
+  ) -> tuple[ExpertWeights, jax.Array, jax.Array]:
+    dtypes, num_experts, shape = {name: p.dtype for name, p in params.items()}, count_experts(params), x.shape[:2]
+    params = {name: _gather_weight(params[name], name, axes, x.dtype) for name in EXPERT_WEIGHTS}
+    x, weights, experts, out_grad = (_gather_tokens(array, axes) for array in (x, weights, experts, out_grad))
+    experts = experts - jax.lax.axis_index(axes.expert) * num_experts
+
+    rows = buffer_rows(experts.size, layout.shards("expert"))
+    if rows < experts.size:
+      params_grad, *rest = buffered_gradient(
+        params, x, weights, experts, out_grad, rows=rows, implementation=implementation
+      )
+    else:
+      run = functools.partial(expert_feed_forward, experts=experts, implementation=implementation)
+      params_grad, *rest = jax.vjp(run, params, x, weights)[1](out_grad)
+
+    params_grad = {
+      name: _scatter_gradient(grad, name, axes, layout).astype(dtypes[name]) for name, grad in params_grad.items()
+    }
+    x_grad, weights_grad = (_add_up(grad, axes).reshape(*shape, -1) for grad in rest)
+    return params_grad, x_grad, weights_grad
+
+  params, *arrays = operands
+  specs = _weight_specs(layout)
+  shards = _on_every_device(compute, layout, (specs, *[tokens] * 4), (specs, tokens, tokens))
+  return *shards({name: params[name] for name in EXPERT_WEIGHTS}, *arrays, out_grads[0]), None
+
+
+sharded_experts.defvjp(_forward, _backward)
+
+
+class _Axes(NamedTuple):
+  """Mesh axes by what is done over them, those of one device left out.
+
+  Attributes:
+    expert: all axes that split the experts.
+    gathered: they split experts or widths, and tokens too: tokens are gathered, sums scattered.
+    summed: they split experts or widths, but no tokens: sums are added.
+    embed: the stages in which the model dimension of weights is gathered.
+    replicas: they split tokens, but no weights: gradients are added.
+  """
+
+  expert: tuple[str, ...]
+  gathered: tuple[str, ...]
+  summed: tuple[str, ...]
+  embed: tuple[Stage, ...]
+  replicas: tuple[str, ...]
+
+
+def _axes(layout: Layout) -> _Axes:
+  rules, shape = layout.rules, layout.mesh.shape
+  several = lambda *names: tuple(axis for name in names for axis in rules.mesh_axes(name) if shape[axis] > 1)
+  tokens, partial, embed = several("batch", "sequence"), several("expert", "mlp"), several("expert_embed")
+  return _Axes(
+    expert=rules.mesh_axes("expert"),
+    gathered=tuple(axis for axis in partial if axis in tokens),
+    summed=tuple(axis for axis in partial if axis not in tokens),
+    embed=stages(layout.mesh, embed),
+    replicas=tuple(axis for axis in tokens if axis not in partial + embed),
+  )
+
+
+def _weight_specs(layout: Layout, stacked: bool = False) -> dict[str, PartitionSpec]:
+  """The places of the weights: of a layer, or of a stack of layers."""
+  front = ("layers",) if stacked else ()
+  inward = layout.spec(*front, "expert", "expert_embed", "mlp", name="gate")
+  return {"gate": inward, "up": inward, "down": layout.spec(*front, "expert", "mlp", "expert_embed", name="down")}
+
+
+def _on_every_device(compute: Callable, layout: Layout, in_specs: Any, out_specs: Any) -> Callable:
+  # A Pallas kernel does not say over which axes its result varies.
+  return jax.shard_map(compute, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _gather_weight(weight: jax.Array, name: str, axes: _Axes, dtype: Any) -> jax.Array:
+  """The whole model dimension, in the dtype of the activations."""
+  return gather(weight.astype(dtype), axes.embed, weight.ndim + EMBED_AXIS[name])
+
+
+def _scatter_gradient(grad: jax.Array, name: str, axes: _Axes, layout: Layout) -> jax.Array:
+  """This device's part of the sum over all tokens, in fp32."""
+  total = scatter_sum(grad.astype(jnp.float32), axes.embed, grad.ndim + EMBED_AXIS[name])
+
+  # Devices that hold the same tokens have added the same number several times.
+  rules, shape = layout.rules, layout.mesh.shape
+  tokens = rules.mesh_axes("batch") + rules.mesh_axes("sequence")
+  copies = math.prod(shape[axis] for axis in rules.mesh_axes("expert_embed") if axis not in tokens)
+  return jax.lax.psum(total, axes.replicas) / copies
+
+
+def _gather_tokens(array: jax.Array, axes: _Axes) -> jax.Array:
+  """[tokens of this device's group, ...] of [B, T, ...]."""
+  return jax.lax.all_gather(array.reshape(-1, array.shape[-1]), axes.gathered, axis=0, tiled=True)
+
+
+def _add_up(part: jax.Array, axes: _Axes) -> jax.Array:
+  """The sum over the devices of a group, of this device's tokens."""
+  return jax.lax.psum_scatter(jax.lax.psum(part, axes.summed), axes.gathered, scatter_dimension=0, tiled=True)

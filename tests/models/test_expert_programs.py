@@ -1,0 +1,105 @@
+"""The experts' programs for a TPU, compiled without one: what travels between the chips, and what is copied."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from sao_jax.config import MeshConfig, ModelConfig
+from sao_jax.models.moe import moe_feed_forward, set_experts_apart
+from sao_jax.parallel.layout import AxisRules, Layout
+from sao_jax.parallel.mesh import make_mesh
+from sao_jax.pod import collectives, parse
+
+devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
+config = ModelConfig(num_experts=32, num_experts_per_token=4)
+axes = {"router": (None, None), "gate": ("expert", "expert_embed", "mlp"), "up": ("expert", "expert_embed", "mlp"),
+        "down": ("expert", "mlp", "expert_embed")}
+
+def abstract(layout, dtype, width, inner, *front):
+  shapes = {"router": (width, 32), "gate": (32, width, inner), "up": (32, width, inner), "down": (32, inner, width)}
+  place = lambda name: layout.sharding(*([None] * len(front)), *axes[name])
+  return {name: jax.ShapeDtypeStruct((*front, *shape), dtype, sharding=place(name)) for name, shape in shapes.items()}
+
+def tokens(layout, length, width):
+  return jax.ShapeDtypeStruct((8, length, width), jnp.bfloat16, sharding=layout.sharding("batch", "sequence", None))
+
+def training(mesh):
+  layout = Layout(make_mesh(mesh, devices))
+  value = lambda params, x: jnp.sum(moe_feed_forward(params, x, config, layout)[0].astype(jnp.float32) ** 2)
+  params, x = abstract(layout, jnp.float32, 256, 128), tokens(layout, 512, 256)
+  places = jax.tree.map(lambda leaf: leaf.sharding, (params, x))
+  gradient = jax.jit(jax.grad(value, argnums=(0, 1)), out_shardings=places)
+  program = parse(gradient.lower(params, x).compile().as_text())
+  found = collectives(program, layout.mesh.shape)
+  found = [(each.kind, each.axes, each.array.dtype, each.array.bytes) for each in found]
+  rows = max(array.shape[0] for each, _ in program.instructions(fused=False) for array in each.arrays
+             if len(array.shape) == 2 and array.shape[1] in (128, 256))
+  return {"collectives": found, "rows": rows}
+
+def decoding():
+  layout = Layout(make_mesh(MeshConfig(data=4, fsdp=1, expert=2), devices), AxisRules())
+  def step(params, x):
+    others, experts = set_experts_apart({"moe": params}, x.dtype, layout)
+    def layer(x, inputs):
+      own, index = inputs
+      return moe_feed_forward(own["moe"] | experts, x, config, layout, layer=index)[0], None
+    return jax.lax.scan(layer, x, (others, jnp.arange(6)))[0]
+  operands = abstract(layout, jnp.bfloat16, 1024, 512, 6), tokens(layout, 1, 1024)
+  program = parse(jax.jit(step).lower(*operands).compile().as_text())
+  free = ("parameter", "tuple", "get-tuple-element", "while", "bitcast")
+  made = [each for each, _ in program.instructions(fused=False) if each.opcode not in free]
+  kernels = [each for each in made if each.target == "tpu_custom_call"]
+  return {"largest": max(each.bytes for each in made), "kernels": len(kernels)}
+
+print(json.dumps({"fsdp": training(MeshConfig(fsdp=8)), "fsdp x expert": training(MeshConfig(fsdp=4, expert=2)),
+                  "decoding": decoding()}))
+"""
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def programs():
+  # In a process of its own: libtpu must not be loaded by the tests' CPU runtime, and it locks itself.
+  if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("libtpu (extra `aot`) is not installed")
+  flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+  environment = os.environ | flags | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+  done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+  assert done.returncode == 0, done.stderr[-3000:]
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "fsdp x expert"])
+def test_weights_are_gathered_in_bf16_and_their_gradients_scattered_in_fp32(programs, mesh):
+  """Also over all chips of a torus, where one gather would be a sum; a chip's matrices are 2 or 1 MiB in bf16."""
+  found = programs[mesh]["collectives"]
+  weight = 2 * MIB if mesh == "fsdp" else MIB
+  assert not [each for each in found if "all-reduce" in each[0] and each[3] >= MIB // 4]
+  gathered = [each for each in found if each[0] == "all-gather" and each[3] == weight]
+  assert gathered and all(axes == "fsdp" and dtype == "bf16" for _, axes, dtype, _ in gathered)
+  scattered = [each for each in found if each[0] == "reduce-scatter" and each[1] == "fsdp" and each[3] >= MIB // 4]
+  assert scattered and all(dtype == "f32" for _, _, dtype, _ in scattered)
+
+
+def test_no_weight_moves_over_expert_and_no_buffer_holds_more_than_its_share(programs):
+  """Two devices share 1024 tokens (0.5 MiB) with 4096 pairs, of which one buffer holds 1.5 times the half."""
+  found = programs["fsdp x expert"]["collectives"]
+  assert max(size for _, axes, _, size in found if "expert" in axes) <= MIB // 2
+  assert programs["fsdp x expert"]["rows"] == 3072
+  assert programs["fsdp"]["rows"] == 2048  # without other experts' pairs there is nothing to leave out
+
+
+def test_decoding_copies_no_experts(programs):
+  """Three products of a layer, each reading its matrices (16 MiB) where they stand among those of six layers."""
+  assert programs["decoding"]["kernels"] == 3
+  assert programs["decoding"]["largest"] < MIB

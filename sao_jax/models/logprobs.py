@@ -41,26 +41,32 @@ def token_logprobs(
     token_ids: the tokens.
     segment_ids: segments of packed rows; None: every row is one sequence.
     temperature: logits are divided by it, as in the sampler.
-    chunk: about how many tokens of one data shard (at least one of every row) have their logits [chunk, V] in memory
+    chunk: about how many tokens of one device (at least one of every row) have their logits [chunk, V] in memory
       at a time, also in the backward pass, which computes them again.
     layout: the one that parameters and batch are placed by.
   """
-  # Blocks of `width` positions of every row, as equal as they can be.
+  # Every context shard has `own` positions of a row. Blocks of `width` of them, as equal as they can be.
   rows, length = token_ids.shape
-  num_blocks = -(-rows * length // (chunk * layout.shards("batch")))
-  width = -(-length // num_blocks)
-  num_blocks = -(-length // width)
+  shards = layout.shards("sequence")
+  own = length // shards
+  num_blocks = -(-rows * length // (chunk * layout.shards("batch", "sequence")))
+  width = -(-own // num_blocks)
+  num_blocks = -(-own // width)
 
   targets = jnp.roll(token_ids, -1, axis=1)
 
-  def blocks(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [num_blocks, B, width, ...]
-    x = jnp.pad(x, ((0, 0), (0, num_blocks * width - length)) + ((0, 0),) * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(rows, num_blocks, width, *x.shape[2:]), 1, 0)
+  # A block has positions of all shards, so that none waits for another: [B, T, ...] -> [num_blocks, B, c, width, ...].
+  def blocks(x: jax.Array) -> jax.Array:
+    rest = x.shape[2:]
+    x = x.reshape(rows, shards, own, *rest)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, num_blocks * width - own)) + ((0, 0),) * len(rest))
+    x = jnp.moveaxis(x.reshape(rows, shards, num_blocks, width, *rest), 2, 0)
+    return layout.constrain(x, None, "batch", "sequence", *(None,) * (x.ndim - 3))
 
   def block_logprobs(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     states, ids = block
     logits = head_logits(params, config, states, layout) / temperature
-    logits = layout.constrain(logits, "batch", None, "vocab")
+    logits = layout.constrain(logits, "batch", "sequence", None, "vocab")
 
     # log softmax and its entropy from one exponential.
     logits = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -75,8 +81,9 @@ def token_logprobs(
   outputs = jax.lax.map(block_logprobs, (blocks(hidden), blocks(targets)))
   valid = has_prefix(jnp.ones_like(token_ids) if segment_ids is None else segment_ids)
 
-  def token_aligned(x: jax.Array) -> jax.Array:  # [num_blocks, B, width], of the next token -> [B, T], of this token
-    x = jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length]
+  # [num_blocks, B, c, width], of the next token -> [B, T], of this token.
+  def token_aligned(x: jax.Array) -> jax.Array:
+    x = jnp.moveaxis(x, 0, 2).reshape(rows, shards, -1)[:, :, :own].reshape(rows, length)
     return jnp.where(valid, jnp.roll(x, 1, axis=1), 0.0)
 
   return token_aligned(outputs[0]), token_aligned(outputs[1])

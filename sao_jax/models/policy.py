@@ -74,10 +74,14 @@ def count_routed(routed: Routed, batch: TrajectoryBatch, num_experts: int) -> Ro
   real = (batch.segment_ids > 0)[None]  # [1, B, T]
   count = lambda numbers: jnp.sum(jnp.where(real, numbers, 0), axis=2, dtype=jnp.float32).T  # [B, L]
 
-  # One-hot over the experts, summed over the tokens of a row and their k choices.
+  # One-hot over the experts, summed over the tokens of a row and their k choices; one layer at a time.
   num_active = routed.experts.shape[-1]
-  chosen = routed.experts[..., None] == jnp.arange(num_experts, dtype=routed.experts.dtype)  # [L, B, T, k, E]
-  load = jnp.sum(chosen & real[..., None, None], axis=(2, 3), dtype=jnp.float32)
+
+  def layer_load(experts: jax.Array) -> jax.Array:  # [B, T, k] -> [B, E]
+    chosen = experts[..., None] == jnp.arange(num_experts, dtype=experts.dtype)
+    return jnp.sum(chosen & real[0, ..., None, None], axis=(1, 2), dtype=jnp.float32)
+
+  load = jax.lax.map(layer_load, routed.experts)
 
   # A token replays all its experts of a layer, or none: -1 marks the latter.
   replayed = jnp.zeros(routed.entropy.shape, jnp.bool_)

@@ -87,7 +87,7 @@ class ModelConfig:
   initializer_range: PositiveFloat = 0.02
   dtype: DType = "float32"  # of activations and matmuls; norms, router, softmax and log-probs are always fp32
   param_dtype: DType = "float32"  # of stored parameters; under bfloat16 the optimiser keeps fp32 masters of them
-  remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
+  remat: Literal["none", "dots", "attention", "full", "offload"] = "none"  # what the backward pass recomputes
   moe_implementation: Literal["auto", "blocked", "megablox", "ragged_dot"] = "auto"  # auto: megablox on a TPU
   lora: LoRAConfig = LoRAConfig()  # of the policy; the critic trains in full (see algorithm.freeze_attention)
   checkpoint: str = ""  # checkpoints of a run, or a Hugging Face folder, to start from; empty: random initialisation

@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention import Attend, attention_kind
+from sao_jax.models.attention.kind import ATTENTION_OUT
 from sao_jax.models.linear import feed_forward, linear, rms_norm
 from sao_jax.models.lora import add_lora, lora_of
 from sao_jax.models.moe import Routed, moe_feed_forward, set_experts_apart
@@ -21,6 +23,7 @@ from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
 
 UNROLLED_LAYERS = 4  # without remat a stack this shallow becomes straight code: no copies of stacked activations
+LAYER_INPUT = "layer_input"  # names what a layer receives, for the policies of `rematerialize`
 
 
 def param_specs(config: ModelConfig) -> Specs:
@@ -116,6 +119,7 @@ def trunk(
     x, carry, passed = state
     params, lora, layer_index, replayed = inputs
     params, routed = add_lora(params, lora, scale), None
+    x = checkpoint_name(x, LAYER_INPUT)
 
     # x + attention(norm(x))
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
@@ -163,16 +167,28 @@ def fixed_paths(config: ModelConfig) -> frozenset[str]:
 
 
 def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callable:
-  """`layer` with the remat policy: none keeps all activations, dots keeps matmul results, full keeps inputs only.
+  """`layer` with a policy of what the backward pass finds and what it computes again.
+
+  none: finds everything. dots: results of matrix products, and of attention. attention: results of attention and the
+  layer's input. full: the input only. offload: as attention, but in the host's memory.
 
   Set `straight` when `layer` is not inside a loop after compilation. XLA could then merge the recomputation with the
   forward pass and keep the activations; `prevent_cse` stops it.
   """
   if remat == "none":
     return layer
+  keep = jax.checkpoint_policies
+  attention = keep.save_only_these_names(ATTENTION_OUT)
   policies = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": keep.nothing_saveable,
+    "dots": keep.save_from_both_policies(keep.dots_with_no_batch_dims_saveable, attention),
+    "attention": attention,
+    "offload": keep.save_and_offload_only_these_names(
+      names_which_can_be_saved=[],
+      names_which_can_be_offloaded=[ATTENTION_OUT, LAYER_INPUT],
+      offload_src="device",
+      offload_dst="pinned_host",
+    ),
   }
   return jax.checkpoint(layer, policy=policies[remat], prevent_cse=straight)
 

@@ -23,7 +23,7 @@ def stretched_attention(
   stretches: list[tuple[Float[Array, "R K h _"], Float[Array, "R K _ v"], Bool[Array, "_ _ _"]]],
   scale: float | None = None,
 ) -> Float[Array, "R T H v"]:
-  """`grouped_attention` (models/attention/packed.py) with one softmax over several stretches of (keys, values, mask).
+  """Grouped attention with one softmax over several stretches of (keys, values, mask).
 
   Scores and softmax in fp32. Every query has a position to read in one of the stretches.
   """

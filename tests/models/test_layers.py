@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
+from toys.masked_attention import grouped_attention, packed_causal_mask
 from toys.transformer_toy import IDS, MOE, POSITIONS, SEGMENTS, SMALL, logits_of, random_params
 
 from sao_jax.models import transformer
 from sao_jax.models.attention.grouped import packed_attend
-from sao_jax.models.attention.packed import grouped_attention, packed_causal_mask
 from sao_jax.models.transformer import param_specs, trunk
 from sao_jax.parallel.params import abstract_params
 
@@ -50,7 +51,18 @@ def test_loop_and_straight_code_agree(monkeypatch, config):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), rolled, straight)
 
 
-def loss(params, config, tokens=64):
+TOKENS = 64  # another size than any width
+
+
+def equations(jaxpr):
+  """All equations of a jaxpr, those inside of others too."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for inner in jaxprs_in_params(eqn.params):
+      yield from equations(inner)
+
+
+def loss(params, config, tokens=TOKENS):
   """Of hidden states alone: a head would hide the layers' share of the work."""
   ones = jnp.ones((4, tokens), jnp.int32)
   positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), ones.shape)
@@ -69,6 +81,20 @@ def test_remat_keeps_less(num_layers):
 
   none, dots, full = (residual_bytes(remat) for remat in ("none", "dots", "full"))
   assert none > 1.5 * dots and dots > 3 * full
+
+
+def test_policies_that_keep_what_attention_gave_do_not_compute_it_again():
+  """Attention has one product with a row per query and a column per key forwards, and two backwards."""
+  params = abstract_params(param_specs(SMALL))
+
+  def products(remat):
+    config = dataclasses.replace(SMALL, remat=remat)
+    gradient = jax.make_jaxpr(jax.grad(functools.partial(loss, config=config)))(params)
+    dots = [eqn for eqn in equations(gradient.jaxpr) if eqn.primitive.name == "dot_general"]
+    return sum(eqn.outvars[0].aval.shape[-1] == TOKENS for eqn in dots)
+
+  by_remat = {remat: products(remat) for remat in ("none", "dots", "attention", "offload", "full")}
+  assert by_remat == {"none": 3, "dots": 3, "attention": 3, "offload": 3, "full": 4}
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import latent_toy as toy
+from toys.masked_attention import grouped_attention, packed_causal_mask
 
 from sao_jax.config import MeshConfig
 from sao_jax.models.attention import packed_latent, selected, sparse
 from sao_jax.models.attention.latent import latent_layer, packed_latent_attend
-from sao_jax.models.attention.packed import grouped_attention, packed_causal_mask
 from sao_jax.models.attention.packed_latent import packed_choice
 from sao_jax.models.attention.selected import read_selected, selected_attention
 from sao_jax.models.attention.sparse import Index, index_scores

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toys.masked_attention import grouped_attention, packed_causal_mask
 
 from sao_jax.config import MeshConfig, ModelConfig
 from sao_jax.models.attention.grouped import packed_attend
-from sao_jax.models.attention.packed import grouped_attention, packed_causal_mask
 from sao_jax.models.moe import moe_feed_forward
 from sao_jax.parallel.layout import ONE_DEVICE, AxisRules, Layout
 from sao_jax.parallel.mesh import make_mesh

@@ -1,4 +1,4 @@
-"""The gradient of a sharded MoE policy, megablox kernels included, compiles for a TPU topology, without a TPU."""
+"""The gradient of a sharded MoE policy, all kernels included, compiles for a TPU topology, without a TPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import json
+import json, re
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -25,7 +25,7 @@ from sao_jax.parallel.layout import Layout
 from sao_jax.types import TrajectoryBatch
 
 topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
-devices = np.array(topology.devices).reshape(1, 4, 2, 2, 1)
+devices = np.array(topology.devices).reshape(1, 2, 2, 2, 2)
 layout = Layout(Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 5))
 config = ModelConfig(
   vocab_size=512, num_layers=1, d_model=256, head_dim=64, num_experts=8, d_ff_expert=512, d_ff_shared=256,
@@ -34,7 +34,7 @@ specs = param_specs(config)
 place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 params = jax.tree.map(place, abstract_params(specs), layout.param_shardings(specs))
 rows = layout.sharding("batch", "sequence")
-field = lambda dtype: jax.ShapeDtypeStruct((16, 128), dtype, sharding=rows)
+field = lambda dtype: jax.ShapeDtypeStruct((16, 640), dtype, sharding=rows)
 ids, number, flag = field(jnp.int32), field(jnp.float32), field(jnp.bool_)
 batch = TrajectoryBatch(ids, ids, ids, ids, flag, flag, number, ids, number, flag)
 policy_apply = make_policy_apply(config, layout=layout)
@@ -43,9 +43,13 @@ def loss(params, batch):
   return jnp.sum(policy_apply(params, batch).logprobs)
 
 compiled = jax.jit(jax.grad(loss)).lower(params, batch).compile()
-kernels = compiled.as_text().count("tpu_custom_call")
+text = compiled.as_text()
+kernels = text.count("tpu_custom_call")
+attention = [line for line in text.splitlines() if "tpu_custom_call" in line and "splash" in line.split("=")[0]]
+forward = sum("_fwd_" in line for line in attention)
+square = [shape for shape in re.findall(r"\\w+\\[([\\d,]+)\\]", text) if shape.split(",").count("640") > 1]
 
-one = NamedSharding(Mesh(devices[:, :1, :1, :1], AXES), jax.sharding.PartitionSpec())
+one = NamedSharding(Mesh(devices[:, :1, :1, :1, :1], AXES), jax.sharding.PartitionSpec())
 
 def flops(remat):
   small = ModelConfig(vocab_size=8, num_layers=1, d_model=128, num_heads=2, head_dim=64, d_ff=512, remat=remat)
@@ -54,7 +58,8 @@ def flops(remat):
   value = lambda params: jnp.sum(jnp.square(trunk(params, small, rows, rows, attend=packed_attend(rows))[0]))
   return jax.jit(jax.grad(value)).lower(params).compile().cost_analysis()["flops"]
 
-answer = {"kernels": kernels, "bytes": compiled.memory_analysis().temp_size_in_bytes}
+answer = {"forward": forward, "attention": len(attention), "square": square}
+answer |= {"kernels": kernels, "bytes": compiled.memory_analysis().temp_size_in_bytes}
 print(json.dumps(answer | {"remat": flops("full") / flops("none")}))
 """
 
@@ -74,4 +79,7 @@ def test_moe_policy_compiles_for_a_tpu_topology():
   answer = json.loads(done.stdout.splitlines()[-1])
   assert answer["kernels"] >= 9  # three products, and two more for the gradient of each
   assert answer["bytes"] > 0
+  assert answer["forward"] == 1  # what attention gave is kept
+  assert answer["attention"] == 3  # and the gradients of queries, and of keys and values
+  assert answer["square"] == []
   assert answer["remat"] > 1.15  # also where a loop over one layer dissolves, the backward pass computes it again

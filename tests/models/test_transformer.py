@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from beartype import beartype
 from jaxtyping import jaxtyped
+from toys.masked_attention import packed_causal_mask
 from toys.transformer_toy import IDS, MOE, POSITIONS, SEGMENTS, SMALL, logits_of, random_params
 
 from sao_jax.models import linear, rope
 from sao_jax.models.attention import packed
 from sao_jax.models.attention.grouped import packed_attend
-from sao_jax.models.attention.packed import grouped_attention, packed_causal_mask, rowwise_attention
 from sao_jax.models.transformer import head_logits, param_specs, trunk
 from sao_jax.parallel.params import abstract_params, path_names
 
@@ -130,7 +130,7 @@ def test_precision_of_the_head():
   np.testing.assert_allclose(logits, exact, rtol=1e-6)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["full", "dots", "attention", "offload"])
 def test_remat_changes_nothing(remat):
   def loss(params, config):
     return jnp.sum(jnp.square(logits_of(params, config, IDS, POSITIONS, SEGMENTS)))
@@ -151,20 +151,6 @@ def test_carry_and_layer_index_reach_attend():
   run = jax.jit(lambda params: trunk(params, config, IDS, POSITIONS, attend=attend, carry=jnp.zeros(3, jnp.int32))[1])
   carry = run(random_params(config))
   assert carry.tolist() == [0, 1, 12]
-
-
-def test_attention_implementations_agree():
-  keys = jax.random.split(jax.random.key(0), 3)
-  q, k, v = (jax.random.normal(key, (2, 6, n, 4), jnp.float32) for key, n in zip(keys, (4, 2, 2)))
-  mask = packed_causal_mask(jnp.asarray(SEGMENTS))
-
-  def run(fn):
-    value = lambda q, k, v: jnp.sum(jnp.sin(fn(q, k, v, mask)))
-    return jax.jit(lambda: (fn(q, k, v, mask), jax.grad(value, argnums=(0, 1, 2))(q, k, v)))()
-
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), run(rowwise_attention), run(grouped_attention)
-  )
 
 
 def test_mask_of_packed_rows():
@@ -196,8 +182,7 @@ def test_norm_is_fp32_inside():
 def test_annotations_hold():
   checked = jaxtyped(typechecker=beartype)
   q, k = jnp.ones((1, 3, 4, 2), jnp.float32), jnp.ones((1, 3, 2, 2), jnp.float32)
-  mask = checked(packed.packed_causal_mask)(jnp.ones((1, 3), jnp.int32))
-  checked(packed.grouped_attention)(q, k, k, mask)
+  checked(packed.packed_attention())(q, k, k, jnp.ones((1, 3), jnp.int32))
   checked(linear.rms_norm)(q, jnp.ones(2, jnp.float32), 1e-6)
   checked(rope.apply_rope)(q, checked(rope.rope_table)(jnp.zeros((1, 3), jnp.int32), 2, 1e4))
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention.latent import latent_layer, latent_specs, no_selection, packed_latent_attend
-from sao_jax.models.attention.packed import packed_causal_mask
 from sao_jax.models.attention.sparse import indexer_specs
 from sao_jax.models.rope import rope_table
 from sao_jax.parallel.params import stack_specs
+from toys.masked_attention import packed_causal_mask
 
 # Every width differs, so that no transposition goes unnoticed. Rows of 13 tokens, of which a query reads 5.
 CONFIG = ModelConfig(

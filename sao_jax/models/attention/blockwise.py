@@ -16,8 +16,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from sao_jax.models.attention.kind import ATTENTION_OUT
 from sao_jax.types import PyTree
 
 BLOCK = 128  # the most queries, and the most keys, of a block: the fastest on a CPU for rows of 256 tokens and more
@@ -156,7 +158,8 @@ def _forward(queries: Queries, keys: Keys, scale: float, q_size: int, kv_size: i
     queries, keys = pair
     return _over_queries(lambda _, block: (None, of_block(keys, block)), None, queries, q_size)[1]
 
-  out, log_sums = jax.lax.map(of_pair, (queries, keys))
+  named = functools.partial(checkpoint_name, name=ATTENTION_OUT)
+  out, log_sums = jax.tree.map(named, jax.lax.map(of_pair, (queries, keys)))
   return out, (queries, keys, out, log_sums)
 
 

@@ -17,6 +17,10 @@ from sao_jax.parallel.params import Params, Specs
 # nobody else looks inside.
 Attend = Any
 
+# The name (`jax.ad_checkpoint.checkpoint_name`) of what attention gives and of the logarithms of its sums: with these
+# the backward pass need not compute it again; `transformer.rematerialize` chooses.
+ATTENTION_OUT = "attention_out"
+
 
 @runtime_checkable
 class AttentionLayer(Protocol):

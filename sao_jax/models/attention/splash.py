@@ -1,0 +1,152 @@
+"""Attention of packed rows on a TPU: jax's splash attention, a Pallas kernel, with segments.
+
+Blocks above the diagonal are not visited. The kernel finds out from tables with an entry for each block; jax makes them
+from every entry of the mask, which takes minutes for 131,072 tokens. Here they are made from the corners of the blocks.
+
+The kernel wants blocks of 128 and more, and heads as wide as the lanes of a TPU, which pad narrower ones in any case.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from sao_jax.models.attention.kind import ATTENTION_OUT
+
+LANES = 128
+LARGEST_BLOCK = 1024
+LARGEST_WIDE_BLOCK = 512  # of the gradient of keys, where heads are wider than the lanes: 1024 do not fit into VMEM
+
+
+def splash_shard(
+  q: Float[Array, "B t H h"],
+  k: Float[Array, "B T K h"],
+  v: Float[Array, "B T K v"],
+  q_segments: Int[Array, "B t"],
+  kv_segments: Int[Array, "B T"],
+  order: np.ndarray,
+  shard: jax.Array | int,
+  scale: float,
+  *,
+  interpret: bool = False,
+) -> Float[Array, "B t H v"]:
+  """Splash attention of one device; see `shards.ShardAttention`. Queries are scaled in their own dtype."""
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+  length, width = q.shape[1], v.shape[-1]
+  order = np.pad(order, ((0, 0), (0, -length % LANES)), mode="edge")
+  kernel = _kernel(_Order(order), k.shape[1] + -k.shape[1] % LANES, max(q.shape[-1], width), interpret)
+  kernel = jax.tree.map(lambda of_shards: jnp.asarray(of_shards)[shard], kernel)
+
+  # Whole blocks and lanes. The last query stands in for those that follow; keys that follow are after all queries.
+  q, k, v = (_fill(jnp.moveaxis(x, 1, 2), (2, 3)) for x in (q * scale, k, v))  # [B, heads, tokens, width]
+  segments = kernels.SegmentIds(q=_fill(q_segments, (1,), "edge"), kv=_fill(kv_segments, (1,), "edge"))
+  out = jax.vmap(kernel)(q.astype(k.dtype), k, v, segments)
+  return jnp.moveaxis(out[:, :, :length, :width], 1, 2)
+
+
+def _fill(x: Shaped[Array, "..."], axes: tuple[int, ...], mode: str = "constant") -> Shaped[Array, "..."]:
+  """`x` with these axes filled up to multiples of `LANES`."""
+  pads = [(0, -size % LANES if axis in axes else 0) for axis, size in enumerate(x.shape)]
+  return jnp.pad(x, pads, mode=mode) if any(pad for _, pad in pads) else x
+
+
+class _Order:
+  """The indices of the queries of all shards, [shards, t], as a key of a cache."""
+
+  def __init__(self, array: np.ndarray):
+    self.array = array
+
+  def __hash__(self) -> int:
+    return hash(self.array.tobytes())
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, _Order) and np.array_equal(self.array, other.array)
+
+
+@functools.lru_cache(maxsize=16)
+def _kernel(order: _Order, kv_length: int, width: int, interpret: bool) -> Any:
+  """The kernel of these queries and keys, whose arrays have a leading axis: the shards. Made once per shape."""
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
+
+  # Blocks divide the queries of a shard (and its two chunks, if they can), and the keys.
+  length = order.array.shape[1]
+  q_block = _block(length // 2 if length % (2 * LANES) == 0 else length, LARGEST_BLOCK)
+  kv_block = _block(kv_length, LARGEST_BLOCK)
+  most = LARGEST_BLOCK if width <= LANES else LARGEST_WIDE_BLOCK
+  q_dkv, kv_dkv = min(q_block, most), min(kv_block, most)
+
+  blocks = kernels.BlockSizes(
+    block_q=q_block,
+    block_kv=kv_block,
+    block_kv_compute=kv_block,
+    block_q_dkv=q_dkv,
+    block_kv_dkv=kv_dkv,
+    block_kv_dkv_compute=kv_dkv,
+    block_q_dq=q_block,
+    block_kv_dq=kv_block,
+  )
+  forward = _tables(order.array, kv_length, q_block, kv_block, mask_info.process_mask)
+  backward = _tables(order.array, kv_length, q_dkv, kv_dkv, mask_info.process_mask_dkv)
+  return kernels.SplashAttentionKernel(
+    forward,
+    forward,
+    backward,
+    block_sizes=blocks,
+    is_mqa=False,
+    save_residuals=False,
+    mask_value=kernels.DEFAULT_MASK_VALUE,
+    attn_logits_soft_cap=None,
+    residual_checkpoint_name=ATTENTION_OUT,
+    mask_function=_causal,
+    interpret=interpret,
+  )
+
+
+def _block(length: int, most: int) -> int:
+  """The largest power of two up to `most` that divides `length`, itself a multiple of the lanes."""
+  return min(most, length & -length)
+
+
+def _causal(q_index: Any, kv_index: Any) -> Any:
+  """May these queries read these keys? Inside the kernel, for every block that it visits."""
+  return q_index >= kv_index
+
+
+def _tables(order: np.ndarray, kv_length: int, q_block: int, kv_block: int, process: Any) -> Any:
+  """The tables of a kernel for all shards, [shards, ...]: the blocks to visit, and which one to fetch next.
+
+  Args:
+    order: [shards, t], the queries' indices.
+    kv_length: T.
+    q_block: queries of a block.
+    kv_block: keys of a block.
+    process: jax's maker of tables, forwards or for the gradient of keys.
+  """
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+  # A block is read in part or in full if that holds for its earliest and latest query and its first and last key: the
+  # mask of these corners, in blocks of two by two, has the tables of the whole mask.
+  shards = order.shape[0]
+  in_blocks = order.reshape(-1, q_block)
+  queries = np.stack([in_blocks.min(axis=1), in_blocks.max(axis=1)], axis=1).reshape(-1)
+  first = np.arange(0, kv_length, kv_block)
+  keys = np.stack([first, first + kv_block - 1], axis=1).reshape(-1)
+  corners = masks.MultiHeadMask([masks.NumpyMask(queries[:, None] >= keys)])
+  info, _ = process(corners, (2, 2), head_shards=1, q_seq_shards=shards)
+
+  # What the mask is inside of a block is computed by the kernel.
+  by_shard = lambda x: np.asarray(x).reshape(shards, 1, -1, x.shape[-1])
+  return info._replace(
+    data_next=by_shard(info.data_next),
+    block_mask=by_shard(info.block_mask),
+    mask_next=None,
+    partial_mask_blocks=None,
+    q_sequence=order,
+  )

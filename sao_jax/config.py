@@ -133,6 +133,7 @@ class AlgorithmConfig:
   value_clip: Annotated[float, "[0, inf]"] = 0.0  # PPO value clip range, 0: off
   value_head: Literal["scalar", "hl_gauss"] = "scalar"
   value_head_initializer: Literal["zeros", "normal"] = "zeros"  # V = 0, or N(0, model.initializer_range)
+  critic_reads_logprobs: bool = False  # of the sampled tokens so far, as the sampler recorded them
   value_bins: int = 51  # hl_gauss only
   value_min: float = 0.0
   value_max: float = 1.0

@@ -73,8 +73,8 @@ def make_train_step(
     policy: its `apply` returns `PolicyOutputs`.
     critic: its `apply` returns as many outputs per token as the value head of `config` has; None for an estimator
       without one.
-    update_policy: False makes critic-only steps (value pretraining, critic warm-up): the policy is neither run nor
-      changed, and `policy_version` stays.
+    update_policy: False makes critic-only steps (value pretraining, critic warm-up): the policy is not changed, and
+      `policy_version` stays. It is run only to score demonstrations for a critic that reads log-probs.
     max_lag: tokens of a greater lag are counted as an overflow; a negative one is no bound.
     state_shardings: shardings of the state, kept by the step; metrics then come back replicated. None: one device, or
       whatever the compiler chooses.
@@ -100,7 +100,10 @@ def make_train_step(
     # Critic: K steps on (1/N) Σ (V - G)², attention frozen; G = R for γ = λ_critic = 1 and a terminal reward.
     critic_state, fit = state.critic, None
     if critic is not None:
-      critic_state, fit = _critic_steps(config, critic, state.critic, batch, trained)
+      read = batch
+      if config.critic_reads_logprobs and not update_policy:
+        read = _scored(config, policy, state.policy.params, batch)
+      critic_state, fit = _critic_steps(config, critic, state.critic, read, trained)
       values_before = token_values(fit.values_before, batch)
       metrics |= diagnostics.critic_metrics(config, fit.updates, values_before, fit.targets, trained)
 
@@ -137,6 +140,20 @@ def make_train_step(
   mesh = jax.tree.leaves(state_shardings)[0].mesh
   replicated = NamedSharding(mesh, PartitionSpec())
   return jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, replicated))
+
+
+def _scored(config: AlgorithmConfig, policy: Network, params: PyTree, batch: TrajectoryBatch) -> TrajectoryBatch:
+  """The batch with the policy's log-probs on demonstrated tokens: nobody sampled them, so they came without (NaN).
+
+  A batch of rollouts alone does not run the policy.
+  """
+  missing = batch.action_mask & jnp.isnan(batch.behavior_logprobs)
+
+  def score() -> Float[Array, "B T"]:
+    logprobs = map_micro_batches(lambda rows: policy.apply(params, rows).logprobs, batch, config.micro_batches)
+    return jnp.where(missing, logprobs, batch.behavior_logprobs)
+
+  return batch.replace(behavior_logprobs=jax.lax.cond(jnp.any(missing), score, lambda: batch.behavior_logprobs))
 
 
 def _read_values(

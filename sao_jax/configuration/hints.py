@@ -29,7 +29,8 @@ IDLE = (
     lambda config: not config.algorithm.needs_critic,
     "algorithm.advantage='grpo' knows neither a critic nor a discount",
     _of("algorithm", "gamma", "alpha", "critic_lambda", "value_updates", "advantage_values", "value_clip", "value_head")
-    + _of("algorithm", "value_head_initializer", "freeze_attention", "freeze_router", "freeze_embeddings"),
+    + _of("algorithm", "value_head_initializer", "critic_reads_logprobs")
+    + _of("algorithm", "freeze_attention", "freeze_router", "freeze_embeddings"),
   ),
   Idle(
     lambda config: config.algorithm.value_updates == 1,

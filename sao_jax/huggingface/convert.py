@@ -120,7 +120,10 @@ def to_hf(
   params = load_params(checkpoint, network, step=step)
   if "lora" in params:
     params = jax.jit(functools.partial(merge_lora, keep_dtype=True))(params)
-  specs = param_specs(model) if network == "policy" else critic_specs(model, params["value_head"].shape[-1])
+  if network == "policy":
+    specs = param_specs(model)
+  else:
+    specs = critic_specs(model, params["value_head"].shape[-1], reads_logprobs="logprob_embed" in params)
   check_same_leaves(flatten(params), flatten(abstract_params(specs)), network, str(checkpoint), same_dtype=False)
 
   logging.info("Exporting the %s in %s%s.", network, checkpoint, f", as {source.path}" if source else "")

@@ -21,11 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sao_jax.config import ModelConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families import family_of_model
-from sao_jax.huggingface.families.family import Family, Tensor, matrix
+from sao_jax.huggingface.families.family import Family, Tensor, matrix, vector
 from sao_jax.huggingface.folder import CONFIG, INDEX, HFFolder
 from sao_jax.huggingface.load import check_shape
 from sao_jax.huggingface.safetensors_file import NAMES, PlannedTensor, write_file
-from sao_jax.models.critic import critic_specs
+from sao_jax.models.critic import ADDED, critic_specs
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import Params, path_name
 
@@ -101,15 +101,16 @@ def export_critic(
 ) -> None:
   """Writes a critic: the trunk in the policy's format, and value_head.safetensors ("value_head.weight" [n, D]).
 
+  That file also has "logprob_embed.weight" [D] of a critic that reads log-probs.
   The arguments and errors are those of `export_policy`. Tensors of `base` that are no part of the policy are left out.
   """
   family = _family(config, base)
-  head = matrix("value_head.weight")
-  trunk = {name: leaf for name, leaf in params.items() if name != "value_head"}
-  specs = {name: spec for name, spec in critic_specs(config).items() if name != "value_head"}
+  table = {"value_head": matrix("value_head.weight"), "logprob_embed": vector("logprob_embed.weight")}
+  trunk = {name: leaf for name, leaf in params.items() if name not in ADDED}
+  specs = {name: spec for name, spec in critic_specs(config).items() if name not in ADDED}
   planned = list(_plan(trunk, family.tensor_table(config, specs), dtype))
   fields = _config_fields(family, config, base, family.architecture.removesuffix("ForCausalLM") + "Model", planned)
-  heads = list(_plan({"value_head": params["value_head"]}, {"value_head": head}, dtype))
+  heads = list(_plan({name: params[name] for name in ADDED if name in params}, table, dtype))
   _write_folder(pathlib.Path(directory), fields, planned, base, shard_bytes, {VALUE_HEAD: heads})
 
 

@@ -110,7 +110,12 @@ def make_critic(config: RunConfig, layout: Layout, *, freeze: bool = True) -> Ne
   algorithm = config.algorithm
   head = make_value_head(algorithm)
   return Network(
-    specs=critic_specs(config.model, head.num_outputs, algorithm.value_head_initializer),
+    specs=critic_specs(
+      config.model,
+      head.num_outputs,
+      algorithm.value_head_initializer,
+      reads_logprobs=algorithm.critic_reads_logprobs,
+    ),
     apply=make_critic_apply(config.model, layout=layout),
     optimizer=with_masters(make_optimizer(config.critic_optimizer, algorithm.value_updates)),
     frozen=frozen_critic_paths(

@@ -1,7 +1,15 @@
-"""The critic: the policy's trunk with its own parameters and a zero-initialised scalar (or bin) head."""
+"""The critic: the policy's trunk with its own parameters and a zero-initialised scalar (or bin) head.
+
+With "logprob_embed" among its parameters it reads, beside each sampled token, the log-probability that the sampler gave
+to it. A token that should not stand where it does (a wrong digit, a wrong turn) is an unlikely one: the policy knows,
+and a critic that reads tokens alone has to learn it anew from returns. The value of a state reads the log-probs of the
+tokens before it only, so advantages stay unbiased. As in asymmetric critics (arXiv 1710.06542), it helps to evaluate
+and is not needed to act.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -17,16 +25,26 @@ from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs, init_params, path_names
 from sao_jax.types import TrajectoryBatch
 
+ADDED = ("value_head", "logprob_embed")  # the parameters that are no part of the trunk
 
-def critic_specs(config: ModelConfig, num_outputs: int = 1, initializer: str = "zeros") -> Specs:
+
+def critic_specs(
+  config: ModelConfig, num_outputs: int = 1, initializer: str = "zeros", *, reads_logprobs: bool = False
+) -> Specs:
   """The policy's parameters without a language-model head, plus "value_head" [D, num_outputs].
 
-  The head starts as "zeros", so that V = 0, or "normal": N(0, config.initializer_range).
+  With `reads_logprobs` also "logprob_embed" [D]: the direction in which a log-prob moves the embedding of its token.
+  Both start as "zeros", so that V = 0 and the trunk computes what the policy's does, or "normal": N(0,
+  config.initializer_range).
   """
   specs = {name: spec for name, spec in param_specs(config).items() if name != "head"}
-  shape = (config.d_model, num_outputs)
-  head = ParamSpec(shape, (None, None), initializer, config.param_dtype, stddev=config.initializer_range)
-  return specs | {"value_head": head}
+  spec = functools.partial(
+    ParamSpec, initializer=initializer, dtype=config.param_dtype, stddev=config.initializer_range
+  )
+  specs["value_head"] = spec((config.d_model, num_outputs), (None, None))
+  if reads_logprobs:
+    specs["logprob_embed"] = spec((config.d_model,), (None,))
+  return specs
 
 
 def critic_params_from_policy(
@@ -35,16 +53,18 @@ def critic_params_from_policy(
   num_outputs: int = 1,
   initializer: str = "zeros",
   key: Key[Array, ""] | None = None,
+  *,
+  reads_logprobs: bool = False,
 ) -> Params:
   """A critic that starts from a policy: a copy of its trunk and a new head, see `critic_specs`.
 
   The language-model head is never read, whatever its shape: a slice of it would be a value head that knows tokens.
   `key` is for a "normal" head.
   """
-  specs = critic_specs(config, num_outputs, initializer)
-  trunk = {name: jax.tree.map(jnp.copy, policy_params[name]) for name in specs if name != "value_head"}
-  head = init_params({"value_head": specs["value_head"]}, jax.random.key(0) if key is None else key)
-  return trunk | head
+  specs = critic_specs(config, num_outputs, initializer, reads_logprobs=reads_logprobs)
+  trunk = {name: jax.tree.map(jnp.copy, policy_params[name]) for name in specs if name not in ADDED}
+  added = {name: specs[name] for name in ADDED if name in specs}
+  return trunk | init_params(added, jax.random.key(0) if key is None else key)
 
 
 def make_critic_apply(
@@ -53,10 +73,16 @@ def make_critic_apply(
   """Returns `critic_apply(params, batch) -> outputs [B, T, num_outputs]`, fp32 and state-aligned.
 
   Entry t is the output after reading the tokens up to and including t: the value of the state before token t + 1.
+  Parameters with "logprob_embed" read `batch.behavior_logprobs` of the sampled tokens, too; one that is not finite
+  makes outputs NaN, and so no update. Tokens that a segment repeats from an earlier one were not sampled there.
   """
 
   def critic_apply(params: Params, batch: TrajectoryBatch) -> jax.Array:
-    hidden, _ = packed_trunk(params, config, batch, layout)  # the policy's experts are not the critic's
+    added = None
+    if "logprob_embed" in params:
+      logprobs = jnp.where(batch.action_mask, batch.behavior_logprobs, 0.0)
+      added = logprobs[..., None] * params["logprob_embed"].astype(jnp.float32)
+    hidden, _ = packed_trunk(params, config, batch, layout, added=added)  # the policy's experts are not the critic's
     return linear(hidden, params["value_head"], layout, dtype=jnp.float32)
 
   return critic_apply

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention import attention_kind
@@ -25,8 +25,12 @@ def packed_trunk(
   batch: TrajectoryBatch,
   layout: Layout,
   routed_experts: Int[Array, "B T L k"] | None = None,
+  added: Float[Array, "B T D"] | None = None,
 ) -> tuple[jax.Array, Routed | None]:
-  """Hidden states [B, T, D] of packed rows, whose segments do not read each other, and how they were routed."""
+  """Hidden states [B, T, D] of packed rows, whose segments do not read each other, and how they were routed.
+
+  `added` joins the embeddings, as in `trunk`.
+  """
   hidden, _, routed = trunk(
     params,
     config,
@@ -35,6 +39,7 @@ def packed_trunk(
     attend=attention_kind(config).packed(config, batch.segment_ids, layout),
     routed_experts=routed_experts,
     layout=layout,
+    added=added,
   )
   return hidden, routed
 

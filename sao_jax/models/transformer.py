@@ -81,6 +81,7 @@ def trunk(
   routed_experts: Int[Array, "B T L k"] | None = None,
   layout: Layout = ONE_DEVICE,
   in_place: bool = False,
+  added: Float[Array, "B T D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, Routed | None]:
   """Embedding, all layers, final norm.
 
@@ -97,6 +98,7 @@ def trunk(
     in_place: read the experts' weights where they stand in the stack of all layers, without a copy of each layer's: for
       a sampler, whose steps read more weights than tokens. There is then no gradient. Without effect where weights are
       stored in another dtype, split over "expert_embed", or adapted by LoRA.
+    added: joins the embeddings of the tokens: what else is known of them. None: nothing.
 
   Returns:
     The hidden states after the final norm, in config.dtype; the last carry; and how the MoE layers routed the tokens,
@@ -104,7 +106,8 @@ def trunk(
   """
   kind = attention_kind(config)
   table = rope_table(positions, kind.rotary_dim(config), config.rope_theta, config.yarn)
-  x = layout.constrain(params["embed"][token_ids].astype(config.dtype), "batch", "sequence", None)
+  x = params["embed"][token_ids].astype(config.dtype)
+  x = layout.constrain(x if added is None else x + added.astype(config.dtype), "batch", "sequence", None)
 
   common = {name: params[name] for name in kind.common_specs(config)}
   passed = kind.start(config, attend, *token_ids.shape)

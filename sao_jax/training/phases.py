@@ -213,7 +213,8 @@ def _initial_critic(
       if own:
         raise
       remedy = (
-        "Use that run's algorithm.value_head, or name a folder with its policy alone: launch.convert_hf makes one."
+        "Use that run's algorithm.value_head and algorithm.critic_reads_logprobs, or name a folder with its policy "
+        "alone: launch.convert_hf makes one."
       )
       raise ConfigError(
         "model.checkpoint", f"the critic beside that policy does not fit: {error.problem}", remedy
@@ -234,6 +235,7 @@ def _initial_critic(
     num_outputs=specs["value_head"].shape[-1],
     initializer=config.algorithm.value_head_initializer,
     key=jax.random.key(config.training.seed),
+    reads_logprobs=config.algorithm.critic_reads_logprobs,
   )
 
 

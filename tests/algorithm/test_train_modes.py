@@ -11,6 +11,7 @@ import pytest
 from toys import algorithm_toy as toy
 from toys.algorithm_toy import CONFIG, SINGLE, SPREAD, TOYS, assert_same, leaves_of, run
 
+from sao_jax.algorithm.train_step import make_train_step
 from sao_jax.errors import ConfigError
 
 
@@ -105,6 +106,40 @@ def test_critic_only_steps_leave_the_policy_alone():
   }
   for name in metrics.keys() - undefined:
     np.testing.assert_allclose(metrics[name], full_metrics[name], rtol=1e-5, err_msg=name)
+
+
+def test_demonstrations_get_the_logprobs_of_the_policy_in_critic_only_steps():
+  """For a critic that reads them. What a sampler recorded stays, and RL makes up for nothing that is missing."""
+
+  def reading(params, batch):
+    logprobs = jnp.where(batch.action_mask, batch.behavior_logprobs, 0.0)
+    return toy.value_apply(params, batch) + logprobs[..., None]
+
+  config = dataclasses.replace(SINGLE, critic_reads_logprobs=True, micro_batches=2)
+  critic = dataclasses.replace(toy.CRITIC, apply=reading)
+  pretrain = make_train_step(config, toy.POLICY, critic, update_policy=False)
+  recorded = toy.pack(SPREAD, 32)
+  policys = recorded.replace(behavior_logprobs=toy.policy_apply(toy.policy_params(), recorded).logprobs)
+
+  def critic_after(logprobs, rows):
+    """Trains on the toys with other log-probs on the first so many rows."""
+    batch = recorded.replace(behavior_logprobs=recorded.behavior_logprobs.at[:rows].set(logprobs))
+    state, metrics = pretrain(toy.train_state(), batch)
+    assert metrics["critic_updates_skipped"] == np.isnan(state.critic.params["value_head"]).any() == 0
+    return state.critic, float(metrics["value_loss_first"])
+
+  # Rows that are demonstrations: none, half, and all of them.
+  _, of_rollouts = critic_after(jnp.nan, 0)
+  for rows in (4, 8):
+    shown, loss = critic_after(jnp.nan, rows)
+    expected, expected_loss = critic_after(policys.behavior_logprobs[:rows], rows)
+    assert_same(shown, expected)
+    assert loss == pytest.approx(expected_loss, rel=1e-5) and abs(loss - of_rollouts) > 1e-3
+
+  # A log-prob that is missing in RL is broken evidence.
+  broken = recorded.replace(behavior_logprobs=jnp.full_like(recorded.behavior_logprobs, jnp.nan))
+  _, metrics = make_train_step(config, toy.POLICY, critic)(toy.train_state(), broken)
+  assert metrics["critic_updates_skipped"] == metrics["policy_updates_skipped"] == 1
 
 
 def test_critic_only_steps_raise_explained_variance():

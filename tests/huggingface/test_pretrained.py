@@ -18,6 +18,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.huggingface import convert
 from sao_jax.huggingface.folder import HFFolder
 from sao_jax.huggingface.pretrained import with_folder_shape
+from sao_jax.huggingface.safetensors_file import read_header
 from sao_jax.learner import setup
 from sao_jax.training import phases
 
@@ -146,7 +147,7 @@ def test_bf16_stays_bf16(folder, tmp_path):
 
 def test_both_networks_of_a_run_of_our_own(tmp_path, caplog):
   """A model that was trained from nothing: its shape is that of the run's recorded configuration."""
-  config = training_toy.get_config()
+  config = training_toy.replace(training_toy.get_config(), algorithm={"critic_reads_logprobs": True})
   learner = setup.make_learner(config, tuple(jax.devices()[:1]))
   state = phases.initial_state(config, learner, tmp_path, phases.reinforcement_learning(config))
   with Checkpointer(tmp_path / "train") as checkpointer:
@@ -159,7 +160,8 @@ def test_both_networks_of_a_run_of_our_own(tmp_path, caplog):
   policy, critic = HFFolder(tmp_path / "policy"), HFFolder(tmp_path / "critic")
   assert policy.fields["model_type"] == "qwen3_moe" and policy.fields["num_experts"] == 2
   assert policy.tensors.keys() - critic.tensors.keys() == {"lm_head.weight"}
-  assert (critic.path / "value_head.safetensors").is_file()
+  heads = read_header(critic.path / "value_head.safetensors")
+  assert heads.keys() == {"value_head.weight", "logprob_embed.weight"}
   recorded = json.loads((tmp_path / "config.json").read_text())
   recorded["model"]["checkpoint"] = "models/gone"
   (tmp_path / "config.json").write_text(json.dumps(recorded))

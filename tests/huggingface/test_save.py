@@ -90,7 +90,7 @@ def test_nothing_is_overwritten(tmp_path):
 def test_critics(tmp_path):
   """The policy's format without a language-model head, and a file with the value head: all of it is there."""
   policy = hf_toy.random_params(hf_toy.DENSE)
-  params = critic_params_from_policy(policy, hf_toy.DENSE, 3, "normal", jax.random.key(1))
+  params = critic_params_from_policy(policy, hf_toy.DENSE, 3, "normal", jax.random.key(1), reads_logprobs=True)
   export_critic(params, hf_toy.DENSE, tmp_path / "a")
   folder = HFFolder(tmp_path / "a")
   assert folder.fields["architectures"] == ["Qwen3Model"]
@@ -99,8 +99,9 @@ def test_critics(tmp_path):
   del specs["value_head"]
   check_tensors(folder, hf_toy.DENSE, specs)
   loaded = load_leaves(folder, folder.family.tensor_table(hf_toy.DENSE, specs), specs, None)
-  head = read_header(tmp_path / "a" / "value_head.safetensors")["value_head.weight"].read()
-  loaded["value_head"] = jnp.asarray(head.T)
+  heads = read_header(tmp_path / "a" / "value_head.safetensors")
+  loaded["value_head"] = jnp.asarray(heads["value_head.weight"].read().T)
+  loaded["logprob_embed"] = jnp.asarray(heads["logprob_embed.weight"].read())
   assert loaded.keys() == params.keys() and same(loaded, params)
   with pytest.raises(ConfigError, match="Qwen3Model.* not a Qwen3ForCausalLM"):
     import_policy(tmp_path / "a", hf_toy.DENSE)

@@ -153,6 +153,48 @@ def test_state_alignment():
   assert np.abs(a - b)[0, 2:].min() > 0
 
 
+def reading_critic(initializer="normal"):
+  policy = init_params(param_specs(DENSE), jax.random.key(0))
+  return critic_params_from_policy(policy, DENSE, 1, initializer, jax.random.key(1), reads_logprobs=True)
+
+
+def test_a_critic_that_reads_logprobs_starts_like_one_that_does_not():
+  """One parameter more, which starts as the head does; while it is zero the log-probs change nothing."""
+  zeros, normal, specs = reading_critic("zeros"), reading_critic(), critic_specs(DENSE, reads_logprobs=True)
+  assert jax.tree.map(jnp.shape, zeros) == jax.tree.map(lambda spec: spec.shape, specs)
+  assert set(path_names(specs)) - set(path_names(critic_specs(DENSE))) == {"logprob_embed"}
+  assert not zeros["logprob_embed"].any() and normal["logprob_embed"].all()
+  assert "logprob_embed" not in frozen_critic_paths(DENSE, router=True, embeddings=True)
+
+  # The same head, with and without the new parameter.
+  zeros["value_head"] = normal["value_head"]
+  batch = batch_of([[1, 2, 3, 4]]).replace(behavior_logprobs=jnp.array([[-1.0, -2.0, -0.5, -3.0]]))
+  without = {name: leaf for name, leaf in zeros.items() if name != "logprob_embed"}
+  apply = jax.jit(make_critic_apply(DENSE))
+  np.testing.assert_array_equal(apply(zeros, batch), apply(without, batch))
+
+
+def test_a_value_reads_the_logprobs_of_sampled_tokens_up_to_its_own():
+  """Not later ones, not another segment's, and none of tokens that were not sampled, where they are NaN."""
+  params, apply = reading_critic(), jax.jit(make_critic_apply(DENSE))
+  mask = jnp.array([[False, True, True, True, False, True]])
+  logprobs = np.array([[np.nan, -1.0, -2.0, -0.5, np.nan, -3.0]], np.float32)
+  segments, positions = jnp.array([[1, 1, 1, 1, 2, 2]]), jnp.array([[0, 1, 2, 3, 0, 1]])
+  batch = batch_of([[1, 2, 3, 4, 1, 2]]).replace(action_mask=mask, segment_ids=segments, positions=positions)
+
+  def values(place=0, logprob=np.nan):
+    changed = logprobs.copy()
+    changed[0, place] = logprob
+    return np.asarray(apply(params, batch.replace(behavior_logprobs=jnp.asarray(changed))))[0, :, 0]
+
+  as_recorded = values()
+  assert np.isfinite(as_recorded).all()
+  np.testing.assert_array_equal(values(4, -7.0), as_recorded)  # not sampled
+  moved = np.abs(values(2, -4.0) - as_recorded) > 1e-6
+  np.testing.assert_array_equal(moved, [False, False, True, True, False, False])
+  assert np.isnan(values(2, np.nan)[2:4]).all()  # nobody takes a missing one for a certain token
+
+
 PARAMETERS = ("q", "k", "v", "o", "q_norm", "k_norm")
 LISTED = {
   "dense": (DENSE, [f"dense_layers/attention/{n}" for n in PARAMETERS]),

@@ -133,6 +133,9 @@ FIELDS = {
   "algorithm.value_head_initializer": Field(
     "normal", at(RL, "critic_specs[0].initializer", "critic_params_from_policy.initializer")
   ),
+  "algorithm.critic_reads_logprobs": Field(
+    True, at(RL, "critic_specs[0].reads_logprobs", "critic_params_from_policy.reads_logprobs")
+  ),
   "algorithm.value_bins": Field(31, at(RL, "HLGaussHead.num_outputs") + at(PRETRAIN, "critic_specs[0].num_outputs")),
   "algorithm.value_min": Field(-1.0, at(RL, "HLGaussHead.low")),
   "algorithm.value_max": Field(2.0, at(RL, "HLGaussHead.high")),

@@ -130,7 +130,7 @@ def run_tool(main: Callable[[], Any], *, example: str) -> NoReturn:
   try:
     if _asks_for_help(sys.argv):
       _show_help(sys.argv[:1], flags.FLAGS)
-    _read_flags(sys.argv, flags.FLAGS, example)
+    read_flags(sys.argv, flags.FLAGS, example)
   except ConfigError as error:
     refuse(error)
 
@@ -208,7 +208,7 @@ def read(
 
   # What is left of the command line once the fields are taken out is for absl.
   overrides, rest = _take_overrides(argv, unchanged)
-  _read_flags(rest, flag_values, "--workdir=runs/a")
+  read_flags(rest, flag_values, "--workdir=runs/a")
   if flag_values["seed"].value is not None:
     overrides["training.seed"] = flag_values["seed"].value
   if flag_values["profile_steps"].value is not None:
@@ -301,7 +301,7 @@ def _show_help(argv: Sequence[str], flag_values: flags.FlagValues, config: RunCo
   sys.exit(0)
 
 
-def _read_flags(argv: Sequence[str], flag_values: flags.FlagValues, example: str) -> None:
+def read_flags(argv: Sequence[str], flag_values: flags.FlagValues, example: str) -> None:
   """Has absl read the flags. Raises ConfigError for one that is unknown or wrong, and for what is no flag."""
   try:
     left_over = flag_values(argv)[1:]

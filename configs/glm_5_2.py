@@ -1,0 +1,34 @@
+"""GLM-5.2 (750B, 40B of them active), policy and critic, on 512 v5p chips: 128 trajectories x 131,072 tokens.
+
+    python -m launch.train --config=configs/glm_5_2.py --workdir=gs://BUCKET/runs/glm \\
+      --config.model.checkpoint=DIR --config.environment.tokenizer_folder=model.checkpoint
+
+DIR is the model's Hugging Face folder. Without it the model starts from random weights and reads bytes, which shows
+that everything runs and fits. What each chip holds and what bounds a step: `python -m launch.compile_pod
+--config=configs/glm_5_2.py --topology=v5p:8x8x8`.
+
+The mesh: each axis is one axis of the torus. A row lies on eight chips (context=8), whose latents are small enough to
+be gathered; experts live on eight others (expert=8), to which tokens travel, and weights are split over all three.
+Two micro-batches of 64 rows leave 16,384 tokens to a chip at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from configs import qwen3_30b_a3b
+from sao_jax.config import AlgorithmConfig, MeshConfig, RunConfig
+from sao_jax.huggingface.published import PUBLISHED
+
+
+def get_config() -> RunConfig:
+  """The model, its mesh and its sampler; everything else as for Qwen3-30B-A3B."""
+  base = qwen3_30b_a3b.get_config()
+  return dataclasses.replace(
+    base,
+    name="glm_5_2",
+    model=dataclasses.replace(PUBLISHED["GLM-5.2"].model, remat="attention"),
+    algorithm=AlgorithmConfig(micro_batches=2),
+    mesh=MeshConfig(data=1, fsdp=8, expert=8, context=8),
+    sampler=dataclasses.replace(base.sampler, num_slots=512),
+  )

@@ -1,0 +1,82 @@
+"""Tiny runs whose programs satisfy the kernels of a TPU, one for each kind of model, and what compiles them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+from sao_jax.config import AlgorithmConfig, MeshConfig, ModelConfig, RolloutConfig, RunConfig, SamplerConfig
+from sao_jax.environments.calculator import Calculator
+from sao_jax.pod.chips import ENVIRONMENT
+
+LENGTH = 256  # of rows and contexts
+DENSE = ModelConfig(
+  vocab_size=512,
+  num_layers=2,
+  d_model=256,
+  num_heads=2,
+  num_kv_heads=2,
+  head_dim=128,
+  d_ff=256,
+  dtype="bfloat16",
+  remat="full",
+)
+# The layers of one kind become one loop: more of them compile no longer.
+EXPERTS = {"num_experts": 8, "d_ff_expert": 128, "d_ff": 128}
+LATENT = EXPERTS | {
+  "qk_norm": False,
+  "kv_lora_rank": 128,
+  "q_lora_rank": 128,
+  "qk_nope_head_dim": 128,
+  "qk_rope_head_dim": 64,
+  "v_head_dim": 128,
+  "index_topk": 64,
+  "index_num_heads": 2,
+  "index_head_dim": 128,
+  "router": "sigmoid",
+  "d_ff_shared": 128,
+}
+
+
+def tiny_run(model: ModelConfig, mesh: MeshConfig, **sampler: int) -> RunConfig:
+  """A run of few, short rows."""
+  return RunConfig(
+    name="tiny",
+    environment=Calculator(),
+    model=model,
+    algorithm=AlgorithmConfig(logprob_chunk=128),
+    mesh=mesh,
+    sampler=SamplerConfig(
+      **({"num_slots": 16, "context_length": LENGTH, "prefill_buckets": (128,), "cache_dtype": "bfloat16"} | sampler)
+    ),
+    rollout=RolloutConfig(batch_size=16, row_lengths=(LENGTH,), row_counts=(16,), max_turns=2, max_tokens=64),
+  )
+
+
+RUNS = {
+  "dense": tiny_run(DENSE, MeshConfig(fsdp=4, tensor=2)),
+  "experts": tiny_run(dataclasses.replace(DENSE, **EXPERTS), MeshConfig(fsdp=2, expert=2, context=2)),
+  "many": tiny_run(dataclasses.replace(DENSE, **EXPERTS), MeshConfig(fsdp=4, expert=4)),
+  "latent": tiny_run(dataclasses.replace(DENSE, **LATENT), MeshConfig(fsdp=2, expert=2, context=2)),
+}
+
+
+def compile_in_a_process(run: str, topology: str, programs: tuple[str, ...]) -> list[dict]:
+  """Figures of the programs of one of `RUNS`, all compiled in one process of their own.
+
+  libtpu must not be loaded by the tests' own runtime, and it locks itself.
+  """
+  code = (
+    "import json\n"
+    "from toys.pod_toy import RUNS\n"
+    "from sao_jax.pod.compilations import compile_here\n"
+    f"figures = [compile_here(RUNS[{run!r}], name, {topology!r}, None) for name in {programs!r}]\n"
+    "print(json.dumps(figures))\n"
+  )
+  environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+  done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=280)
+  assert done.returncode == 0, done.stderr[-3000:]
+  return json.loads(done.stdout.splitlines()[-1])

@@ -100,14 +100,14 @@ class Engine:
     `keep_experts` keeps which experts were used for every token; only for models with experts.
 
     Raises:
-      ConfigError: a size is out of its bounds, or the slots do not split over the mesh.
+      ConfigError: a size is out of its bounds, the slots do not split over the mesh, or its pages hold no context.
     """
     check_bounds(sampler_config, "sampler.")
     layout = Layout(mesh, SAMPLER_RULES)
     buckets.check_slots(sampler_config, layout.shards("slots"))
 
     self.params, self.version, self.vocab_size = params, version, model_config.vocab_size
-    self.config, self._num_slots = sampler_config, sampler_config.num_slots
+    self.config = sampler_config
     self.routed_shape = model_config.routed_shape if keep_experts else None
     self._key = jax.random.key(seed)
 

@@ -13,10 +13,8 @@ from jaxtyping import Array, Float
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention.grouped import GroupedAttend
 from sao_jax.parallel.layout import Layout
-from sao_jax.sampler.page_batch import PageBatch, on_pools, write_tokens
+from sao_jax.sampler.page_batch import PageBatch, flat, on_pools, page_width, widen, write_tokens
 from sao_jax.sampler.paged_attention import paged_attention
-
-LANES = 128  # a TPU's kernel reads heads of a multiple of this width
 
 
 @flax.struct.dataclass
@@ -39,10 +37,8 @@ class KVPages:
     cls, config: ModelConfig, num_pages: int, page_size: int, dtype: jax.typing.DTypeLike, layout: Layout
   ) -> KVPages:
     """Zeros for `num_pages` pages of every pool."""
-    width = config.head_dim
-    if layout.platform == "tpu":
-      width += -width % LANES
     total = layout.shards("slots") * config.num_layers * num_pages
+    width = page_width(config.head_dim, layout)
     return cls(jnp.zeros((total, page_size, 2 * config.num_kv_heads, width), dtype))
 
   @property
@@ -61,14 +57,11 @@ class KVPages:
     def of_pool(
       q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, kv: jax.Array, batch: PageBatch
     ) -> tuple[jax.Array, jax.Array]:
-      shape, first = q.shape, layer * num_pages
-      widen = lambda x: jnp.pad(x.reshape(-1, *x.shape[2:]), ((0, 0), (0, 0), (0, kv.shape[-1] - x.shape[-1])))
-      q, k, v = widen(q), widen(k), widen(v)
-
-      new = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1])
-      kv = write_tokens(kv, new, batch, first, num_pages)
-      out = attention(q, kv, **batch.sequences(first, num_pages), sm_scale=scale)
-      return out[..., : shape[-1]].reshape(shape), kv
+      first = layer * num_pages
+      new = jnp.stack([flat(k), flat(v)], axis=2)  # [N, K, 2, h]
+      kv = write_tokens(kv, new.reshape(new.shape[0], -1, new.shape[-1]), batch, first, num_pages)
+      out = attention(widen(flat(q), kv.shape[-1]), kv, **batch.sequences(first, num_pages), sm_scale=scale)
+      return out[..., : q.shape[-1]].reshape(q.shape), kv
 
     heads, of_kv = layout.spec("slots", None, "heads"), layout.spec("slots", None, "kv_heads")
     in_specs = (heads, of_kv, of_kv, PartitionSpec(), of_kv, layout.spec("slots"))

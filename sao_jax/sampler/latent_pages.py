@@ -15,7 +15,7 @@ from sao_jax.models.attention.latent import LatentAttend, Selection, absorb, abs
 from sao_jax.models.attention.selected import read_selected
 from sao_jax.models.attention.sparse import Index, choose_positions, is_full
 from sao_jax.parallel.layout import Layout
-from sao_jax.sampler.page_batch import PageBatch, on_pools, write_tokens
+from sao_jax.sampler.page_batch import PageBatch, flat, on_pools, page_width, widen, write_tokens
 from sao_jax.sampler.paged_attention import attend_pages, by_sequence
 
 
@@ -39,7 +39,7 @@ class LatentPages:
   ) -> LatentPages:
     """Zeros for `num_pages` pages of every pool."""
     total = layout.shards("slots") * num_pages
-    zeros = lambda layers, width: jnp.zeros((total * layers, page_size, width), dtype)
+    zeros = lambda layers, width: jnp.zeros((total * layers, page_size, page_width(width, layout)), dtype)
     latent = zeros(config.num_layers, config.kv_lora_rank + config.qk_rope_head_dim)
     return cls(latent, zeros(sum(is_full(config)), config.index_head_dim) if config.index_topk else None)
 
@@ -61,7 +61,7 @@ class LatentPages:
     def select(index: Index, number: jax.Array, cache: LatentPages) -> tuple[Selection, LatentPages]:
       def of_pool(index: Index, number: jax.Array, pages: jax.Array, batch: PageBatch) -> tuple[Selection, jax.Array]:
         first = number * num_pages
-        pages = write_tokens(pages, _flat(index.keys), batch, first, num_pages)
+        pages = write_tokens(pages, flat(index.keys), batch, first, num_pages)
         if not is_choosing(config, num_positions):
           return None, pages
         return _choose(config, index, pages, first, batch, num_pages), pages
@@ -78,8 +78,9 @@ class LatentPages:
         batch: PageBatch,
       ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         first = layer * num_pages
-        pages = write_tokens(pages, _flat(latent), batch, first, num_pages)
-        queries, scale = absorb(q, kv_b, config.qk_nope_head_dim), q.shape[-1] ** -0.5
+        pages = write_tokens(pages, flat(latent), batch, first, num_pages)
+        queries = widen(absorb(q, kv_b, config.qk_nope_head_dim), pages.shape[-1])
+        scale = q.shape[-1] ** -0.5
         weighted = _read(config, queries, selection, pages, first, batch, num_pages, scale)
         return absorbed_values(weighted, kv_b, config.qk_nope_head_dim), pages
 
@@ -113,7 +114,8 @@ def _choose(
     return jnp.where(chosen < 0, -1, of_page * page_size + chosen % page_size)
 
   sequences = batch.sequences(first_page, num_pages)
-  places = by_sequence(of_group, _flat(index.queries), _flat(index.weights), **sequences)
+  queries = widen(flat(index.queries), pages.shape[-1])
+  places = by_sequence(of_group, queries, flat(index.weights), **sequences)
   return places.reshape(*index.weights.shape[:2], -1)
 
 
@@ -139,10 +141,5 @@ def _read(
     return latents, latents[..., :rank]
 
   sequences = batch.sequences(first_page, num_pages)
-  weighted = attend_pages(_flat(queries), read, page_size, **sequences, sm_scale=scale)
+  weighted = attend_pages(flat(queries), read, page_size, **sequences, sm_scale=scale)
   return weighted.reshape(*queries.shape[:-1], rank)
-
-
-def _flat(x: jax.Array) -> jax.Array:
-  """The tokens of a pool, one behind the other."""
-  return x.reshape(-1, *x.shape[2:])

@@ -8,11 +8,12 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from sao_jax.parallel.layout import Layout
 
 NOWHERE = 2**30  # a page that no pool has: what is written there is dropped
+LANES = 128  # of a TPU's registers: arrays of another width are laid out across, and copied before a program uses them
 
 
 @flax.struct.dataclass
@@ -48,6 +49,21 @@ class PageBatch:
     }
 
 
+def page_width(width: int, layout: Layout) -> int:
+  """The width of pages for vectors of `width` numbers: on a TPU the next multiple of its lanes."""
+  return width + -width % LANES if layout.platform == "tpu" else width
+
+
+def widen(x: Float[Array, "... w"], width: int) -> Float[Array, "... v"]:
+  """`x` with zeros behind its numbers, which change no product."""
+  return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+def flat(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "N ..."]:
+  """The tokens of a pool, one behind the other."""
+  return x.reshape(-1, *x.shape[2:])
+
+
 def write_tokens(
   pages: Shaped[Array, "P c ..."],
   new: Shaped[Array, "N ..."],
@@ -56,6 +72,7 @@ def write_tokens(
   num_pages: int,
 ) -> Shaped[Array, "P c ..."]:
   """Writes what a layer keeps of every token of a pool to its place: one scatter, since no two have the same."""
+  new = widen(new, pages.shape[-1])
   page = jnp.where(batch.pages < num_pages, batch.pages + first_page, NOWHERE).reshape(-1)
   return pages.at[page, batch.offsets.reshape(-1)].set(new.astype(pages.dtype), mode="drop")
 

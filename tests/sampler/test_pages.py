@@ -27,7 +27,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.mesh import make_mesh
-from sao_jax.sampler import page_steps
+from sao_jax.sampler import kv_pages, latent_pages, page_steps
 from sao_jax.sampler.cache_layout import choose_dtype, choose_layout
 from sao_jax.sampler.engine import Engine
 from sao_jax.sampler.page_prefill import plan_paged_calls
@@ -96,6 +96,13 @@ def test_latents_are_all_read_where_none_are_chosen():
   assert_same(play(in_slots(everything), multi_turns(3)), play(paged(everything), multi_turns(3)))
 
 
+@pytest.mark.parametrize("model", [DENSE, LATENT], ids=["grouped", "latent"])
+def test_pages_as_wide_as_the_lanes_of_a_tpu_hold_the_same(model, monkeypatch):
+  for module in (kv_pages, latent_pages):
+    monkeypatch.setattr(module, "page_width", lambda width, layout: width + -width % 16)
+  assert_same(play(in_slots(model), single_turns(3)), play(paged(model), single_turns(3)))
+
+
 def test_a_sequence_that_is_not_finite_leaves_its_pages_sound():
   scheduler = paged(DENSE, dataclasses.replace(PAGES, num_pages=10))
   expected = play(in_slots(DENSE), single_turns(2))
@@ -104,6 +111,22 @@ def test_a_sequence_that_is_not_finite_leaves_its_pages_sound():
   play(scheduler, single_turns(2))
   scheduler.publish(params_of(DENSE), 0)
   assert_same(expected, play(scheduler, single_turns(2)))
+
+
+def test_the_flag_of_the_device_trips_and_no_other_page_is_written():
+  engine = Engine(params_of(DENSE), DENSE, PAGES, seed=0)
+  engine.extend(
+    [Extension(2, 0, prompt(46, 0), rollout_id=0, budget=2), Extension(1, 0, prompt(9, 1), rollout_id=1, budget=0)]
+  )
+  slots = engine._state.slots
+  engine._state = engine._state.replace(slots=slots.replace(budget=slots.budget.at[2].set(10)))  # a lying host
+  before = np.asarray(engine._state.cache.kv)
+  _, _, emitted, overflow, _ = engine.decode(4, {2: 45}).fetch()
+  assert emitted[:, 2].tolist() == [True, True, False, False]
+  assert overflow.tolist() == [False, False, True, False]
+  changed = np.argwhere(np.any(before != np.asarray(engine._state.cache.kv), axis=(2, 3)))
+  own = engine._programs._pool.table[2, 45 // 5]  # positions 45 and 46, of both layers
+  assert changed.tolist() == [[own + layer * 40, offset] for layer in range(2) for offset in (0, 1)]
 
 
 @pytest.mark.parametrize("model", [MOE, LATENT], ids=["grouped", "latent"])

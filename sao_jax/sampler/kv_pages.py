@@ -57,12 +57,16 @@ class KVPages:
     def of_pool(
       q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, kv: jax.Array, batch: PageBatch
     ) -> tuple[jax.Array, jax.Array]:
+      # Key and value of a head side by side, as the kernel reads them.
       first = layer * num_pages
       new = jnp.stack([flat(k), flat(v)], axis=2)  # [N, K, 2, h]
       kv = write_tokens(kv, new.reshape(new.shape[0], -1, new.shape[-1]), batch, first, num_pages)
+
+      # Written first, so that a token reads itself and those before it in this call.
       out = attention(widen(flat(q), kv.shape[-1]), kv, **batch.sequences(first, num_pages), sm_scale=scale)
       return out[..., : q.shape[-1]].reshape(q.shape), kv
 
+    # Heads of keys and values over "tensor", with the heads of queries that read them.
     heads, of_kv = layout.spec("slots", None, "heads"), layout.spec("slots", None, "kv_heads")
     in_specs = (heads, of_kv, of_kv, PartitionSpec(), of_kv, layout.spec("slots"))
     run = on_pools(of_pool, layout, in_specs, (heads, of_kv))

@@ -60,6 +60,7 @@ class LatentPages:
 
     def select(index: Index, number: jax.Array, cache: LatentPages) -> tuple[Selection, LatentPages]:
       def of_pool(index: Index, number: jax.Array, pages: jax.Array, batch: PageBatch) -> tuple[Selection, jax.Array]:
+        # Keys are kept also as long as everything is read: later tokens may have to choose.
         first = number * num_pages
         pages = write_tokens(pages, flat(index.keys), batch, first, num_pages)
         if not is_choosing(config, num_positions):
@@ -77,6 +78,7 @@ class LatentPages:
         q: jax.Array, latent: jax.Array, kv_b: jax.Array, selection: Selection, layer: jax.Array, pages: jax.Array,
         batch: PageBatch,
       ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        # Written first, so that a token reads itself and those before it in this call.
         first = layer * num_pages
         pages = write_tokens(pages, flat(latent), batch, first, num_pages)
         queries = widen(absorb(q, kv_b, config.qk_nope_head_dim), pages.shape[-1])
@@ -84,6 +86,7 @@ class LatentPages:
         weighted = _read(config, queries, selection, pages, first, batch, num_pages, scale)
         return absorbed_values(weighted, kv_b, config.qk_nope_head_dim), pages
 
+      # Heads over "tensor"; the latents, which all of them read, on each of its devices.
       specs = (heads, tokens, layout.spec(None, "heads"), tokens, PartitionSpec(), tokens, tokens)
       run = on_pools(of_pool, layout, specs, (heads, tokens))
       out, pages = run(q, latent, kv_b, selection, layer, cache.latent, batch)
@@ -104,6 +107,7 @@ def _choose(
   page_size = pages.shape[1]
 
   def of_group(queries: jax.Array, weights: jax.Array, numbers: jax.Array, limits: jax.Array) -> jax.Array:
+    # A query of no sequence chooses the first position, and is not used.
     keys = pages[numbers].reshape(numbers.shape[0], -1, pages.shape[-1]).astype(queries.dtype)
     position = jnp.arange(keys.shape[1], dtype=jnp.int32)
     readable = lambda limits: position < limits[..., None]

@@ -104,12 +104,14 @@ def prefill_batch(
 
   Rows without tokens come last. Returns the positions of the `length` tokens of each row as well.
   """
+  # The row of every token, by the ends of the rows before it.
   ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
   token = jnp.arange(length, dtype=jnp.int32)
   row = jax.vmap(lambda ends: jnp.searchsorted(ends, token, side="right").astype(jnp.int32))(ends)
   real = row < counts.shape[1]
   row = jnp.minimum(row, counts.shape[1] - 1)
 
+  # Its position, and from that its page.
   take = lambda values: jnp.take_along_axis(values, row, axis=1)
   positions = jnp.where(real, take(starts - (ends - counts)) + token, 0)
   page = jax.vmap(lambda table, row, index: table[row, index])(page_indices, row, positions // page_size)

@@ -40,6 +40,7 @@ class PagedCall:
     Int[np.ndarray, "D R p"], Int[np.ndarray, "D T"], Int[np.ndarray, "D R"], Int[np.ndarray, "D R"], SlotState
   ]:
     """table, token_ids, counts, slots and the new slot fields, as `page_steps.extend` takes them."""
+    # Unused rows write no tokens, to a slot out of range.
     shape = (len(self.pieces), self.rows)
     token_ids = np.zeros((shape[0], self.length), np.int32)
     counts, slots = np.zeros(shape, np.int32), np.full(shape, num_slots, np.int32)
@@ -49,6 +50,7 @@ class PagedCall:
     for pool, pieces in enumerate(self.pieces):
       end = 0
       for row, piece in enumerate(pieces):
+        # The tokens follow those of the rows before; the slot's fields go along.
         slot = piece.extension.slot
         token_ids[pool, end : end + piece.count] = piece.token_ids
         end += piece.count

@@ -83,6 +83,7 @@ class PagePrograms:
     Raises:
       RuntimeError: as for `plan_extend`.
     """
+    # All slots are rows of the one program; those that are not named stay as they are.
     num_slots, capacity = self.sizes.sampler.num_slots, self.sizes.sampler.context_length
     for slot, length in lengths.items():
       self._need(slot, min(length + num_steps, capacity))

@@ -63,6 +63,7 @@ def extend(
     params, config, token_ids, positions, attend=attend, carry=state.cache, layout=layout, in_place=True
   )
 
+  # The slots' fields, the last piece of a prompt starts the turn.
   overflow = overflow.reshape(-1)
   update = update.replace(
     lengths=update.lengths + jnp.where(overflow, 0, counts.reshape(-1)),
@@ -110,6 +111,7 @@ def decode(
     keep_experts: static; for models with experts.
     layout: static.
   """
+  # The table stays as it is during a call: the host has given every slot the pages of all its steps.
   page_size = state.cache.page_size
   first = state.slots.replace(active=state.slots.active & chosen)
 

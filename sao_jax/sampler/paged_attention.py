@@ -42,6 +42,7 @@ def _kernel(
 ) -> jax.Array:
   from jax.experimental.pallas.ops.tpu import ragged_paged_attention as kernel  # pulls in Pallas
 
+  # As many pages at a time as make up a block, which a short table may not have.
   pages_per_block = max(1, min(page_indices.shape[1], KERNEL_POSITIONS // kv_pages.shape[1]))
   out = kernel.ragged_paged_attention(
     q.astype(kv_pages.dtype),
@@ -200,6 +201,7 @@ def _online_softmax(
     read_now = jnp.einsum("gtkac,gckv->gtkav", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
     return new_peak, total * shrink + jnp.sum(weights, axis=-1), out * shrink[..., None] + read_now
 
+  # As many steps as the longest sequence has pages for.
   state = (
     jnp.full(q.shape[:-1], -jnp.inf, jnp.float32),
     jnp.zeros(q.shape[:-1], jnp.float32),

@@ -85,6 +85,7 @@ def sample_loop(
     routed_experts=jnp.full((*shape, *config.routed_shape), -1, jnp.int16) if keep_experts else None,
   )
 
+  # The loop ends with its last row: the number of steps need not be known when it is compiled.
   def unfinished(carry) -> jax.Array:
     step, rows, _, _ = carry
     return (step < num_steps) & jnp.any(rows.active)
@@ -109,6 +110,7 @@ def sample_loop(
     tokens, logprobs = sample_tokens(logits, uniforms[step], rows.temperature, rule)
     rows, emitted = _advance(rows, tokens, capacity)
 
+    # What was sampled, and the experts that the token before it was routed to.
     outputs = outputs.replace(
       tokens=outputs.tokens.at[step].set(tokens),
       logprobs=outputs.logprobs.at[step].set(logprobs),

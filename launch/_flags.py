@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from launch import EXIT_INTERRUPTED, _compilation_cache
+from launch._processes import define_flags, joined, read_flags
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree, field_values
 from sao_jax.configuration.listing import listing
@@ -34,7 +35,7 @@ from sao_jax.configuration.run_record import check_viewed, read_config
 from sao_jax.errors import ConfigError, RunError
 from sao_jax.huggingface.pretrained import with_folder_shape
 from sao_jax.interrupt import Interrupted
-from sao_jax.parallel.process import initialize_processes
+from sao_jax.parallel.process import Joining
 
 flags.disclaim_key_flags()  # --help of a launcher shows these flags as its own
 
@@ -58,12 +59,14 @@ class CommandLine:
     unchanged: that of the file.
     workdir: the working directory, if given.
     explicit: the fields that the overrides have set.
+    joining: the place of this process among several, as flags or variables say; None where they say nothing.
   """
 
   config: RunConfig
   unchanged: RunConfig
   workdir: str | None
   explicit: frozenset[str] = frozenset()
+  joining: Joining | None = None
 
 
 def run(
@@ -104,10 +107,10 @@ def run(
     _compilation_cache.enable()
     status: Any = EXIT_INTERRUPTED
     try:
-      initialize_processes()
-      if configured:
-        validate(config, training=training)
-      status = main(config, workdir)
+      with joined(given.joining):
+        if configured:
+          validate(config, training=training)
+        status = main(config, workdir)
     except Interrupted:
       logging.info("Interrupted: there is no result, and nothing was written.")
     except ConfigError as error:
@@ -200,6 +203,7 @@ def read(
   flags.DEFINE_string("workdir", None, "Directory of checkpoints, metrics and reports.", flag_values=flag_values)
   flags.DEFINE_integer("seed", None, "Sets training.seed.", lower_bound=0, flag_values=flag_values)
   flags.DEFINE_string("profile_steps", None, "Sets training.profile_steps, as in 10,12.", flag_values=flag_values)
+  define_flags(flag_values)
   app.define_help_flags()
   path = _flag_value(argv, "config")
   if _asks_for_help(argv):
@@ -216,7 +220,7 @@ def read(
     steps = flag_values["profile_steps"].value
     overrides["training.profile_steps"] = field_values.parse(steps, annotation, "training.profile_steps")
   config = with_folder_shape(config_tree.replace(unchanged, overrides), overrides)
-  return CommandLine(config, unchanged, flag_values["workdir"].value, frozenset(overrides))
+  return CommandLine(config, unchanged, flag_values["workdir"].value, frozenset(overrides), read_flags(flag_values))
 
 
 def _recorded(argv: Sequence[str], *, viewing: bool, configured: bool) -> RunConfig:

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from absl import logging
 
@@ -23,6 +23,7 @@ ENDS_PROCESS = "ends_process"  # attribute of a handler that may be called in an
 _END = 0  # no signal has this number
 
 
+@runtime_checkable
 class StopSignal(Protocol):
   """A signal that long work looks at now and then, to stop once `requested` is True."""
 

@@ -1,34 +1,188 @@
-"""Process start-up: JAX's own multi-controller runtime, nothing home-made."""
+"""Process start-up: JAX's own multi-controller runtime, joined as flags, environment variables or the TPU say."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
+import threading
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
+from absl import logging
+
+from sao_jax.errors import ConfigError, RunError
+
+COORDINATOR, NUM_PROCESSES, PROCESS_ID = "--coordinator", "--num_processes", "--process_id"
+VARIABLES = {
+  COORDINATOR: "JAX_COORDINATOR_ADDRESS",
+  NUM_PROCESSES: "JAX_NUM_PROCESSES",
+  PROCESS_ID: "JAX_PROCESS_ID",
+}
+
+HEARTBEAT_SECONDS = 30  # without a sign of life after which jax takes a process for dead, and ends the others
+JOIN_SECONDS = 300  # to wait for the other processes at the start
+LEAVE_SECONDS = 60  # to wait for them at the end
+
+_EXAMPLE = "--coordinator=10.0.0.1:8476 --num_processes=2 --process_id=0"
+
+
+class Joining(NamedTuple):
+  """The place of a process among several.
+
+  Attributes:
+    coordinator: address and port of process 0, as in 10.0.0.1:8476.
+    num_processes: of the run.
+    process_id: of this process, from 0 on.
+  """
+
+  coordinator: str
+  num_processes: int
+  process_id: int
+
+
+def joining(
+  coordinator: str | None = None,
+  num_processes: int | str | None = None,
+  process_id: int | str | None = None,
+  environment: Mapping[str, str] = os.environ,
+) -> Joining | None:
+  """Reads what flags say, and environment variables where a flag is missing; None where nothing is said.
+
+  Raises:
+    ConfigError: something is missing, is no number, or contradicts the rest.
+
+  >>> joining("10.0.0.1:8476", 2, environment={"JAX_PROCESS_ID": "1"})
+  Joining(coordinator='10.0.0.1:8476', num_processes=2, process_id=1)
+  >>> joining(environment={}) is None
+  True
+  """
+  given = {COORDINATOR: coordinator, NUM_PROCESSES: num_processes, PROCESS_ID: process_id}
+  values = {flag: environment.get(VARIABLES[flag]) if value is None else value for flag, value in given.items()}
+  names = {flag: VARIABLES[flag] if value is None else flag for flag, value in given.items()}
+
+  # The address alone is what jax's own detection (Slurm, Open MPI, a TPU pod) may be given.
+  missing = [flag for flag, value in values.items() if value in (None, "")]
+  if len(missing) == 3 or (missing == [NUM_PROCESSES, PROCESS_ID] and coordinator is None):
+    return None
+  if missing:
+    variables = " and ".join(VARIABLES[flag] for flag in missing)
+    # Half a place would wait for the others for ever, or train alone.
+    raise ConfigError(
+      " and ".join(missing),
+      "missing, and another of the three is given.",
+      f"Set {variables}, or pass all, as in {_EXAMPLE}.",
+    )
+
+  # Whole numbers, of which one counts the other.
+  numbers = {}
+  for flag in (NUM_PROCESSES, PROCESS_ID):
+    try:
+      numbers[flag] = int(values[flag])
+    except ValueError as error:
+      raise ConfigError(names[flag], f"{values[flag]!r} is no whole number.", f"As in {_EXAMPLE}.") from error
+  count, index = numbers[NUM_PROCESSES], numbers[PROCESS_ID]
+  if count < 1:
+    raise ConfigError(names[NUM_PROCESSES], f"there cannot be {count} processes.", "Give the number of all of them.")
+  if not 0 <= index < count:
+    problem = f"{index} is none of {count} processes."
+    raise ConfigError(names[PROCESS_ID], problem, f"Number them from 0 to {count - 1}, each with its own.")
+
+  host, _, port = str(values[COORDINATOR]).rpartition(":")
+  if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+    problem = f"{values[COORDINATOR]!r} is no address with a port."
+    raise ConfigError(names[COORDINATOR], problem, "Name process 0's, the same for all, as in 10.0.0.1:8476.")
+  return Joining(values[COORDINATOR], count, index)
 
 
 def initialize_processes(
-  coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None
+  coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-  """Joins the other hosts of a TPU pod; does nothing on a single host. Call it before any other use of jax.
+  """Joins the other processes of a run; does nothing where there is one alone. Call it before any other use of jax.
 
-  On a pod jax finds its peers without arguments. Elsewhere (several CPU or GPU hosts) pass all three of them.
+  Arguments come first, then JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, then what jax detects by
+  itself: a TPU pod, or several tasks of Slurm or Open MPI.
+
+  Raises:
+    ConfigError: the arguments or variables are incomplete or contradictory.
+    RunError: the others were not found in time.
   """
+  # Where there are no others nothing is started.
   if jax.distributed.is_initialized():
     return
-  if coordinator_address is not None or _on_pod():
-    jax.distributed.initialize(coordinator_address, num_processes, process_id)
+  place = joining(coordinator, num_processes, process_id)
+  if place is None and not _detected():
+    return
+  if place is not None and place.num_processes == 1:
+    return  # nobody to join
+
+  # Stopping is agreed on by the run itself: jax's own service would take the signals.
+  jax.config.update("jax_enable_preemption_service", False)
+  options = {} if place is None else {"coordinator_bind_address": _bind_address(place.coordinator)}
+  try:
+    jax.distributed.initialize(
+      *(place or ()),
+      **options,
+      initialization_timeout=JOIN_SECONDS,
+      heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+      shutdown_timeout_seconds=LEAVE_SECONDS,
+    )
+  except jax.errors.JaxRuntimeError as error:
+    own = "" if place is None else f"Process {place.process_id} of {place.num_processes} at {place.coordinator}: "
+    raise RunError(
+      f"{own}the processes of the run did not find each other in {JOIN_SECONDS} s ({error}). Start all of them, each "
+      "with its own number, with the address of process 0 and a port there that is free."
+    ) from error
+  logging.info("Process %d of %d.", jax.process_index(), jax.process_count())
+
+
+def leave_processes(seconds: float = LEAVE_SECONDS) -> None:
+  """Leaves together with the others, so that none takes a process that has done its work for dead.
+
+  Waits for the others for at most `seconds`; does nothing on one process.
+  """
+  if not jax.distributed.is_initialized():
+    return
+
+  def leave() -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the others have gone already
+      jax.distributed.shutdown()
+
+  leaving = threading.Thread(target=leave, name="leaving", daemon=True)
+  leaving.start()
+  leaving.join(seconds)
 
 
 def data_process_index() -> int:
-  """The share of the prompts that this process reads: data axes span hosts, "tensor" and "context" stay inside one."""
+  """The share of the prompts that this process reads: every process has its own sampler, and rolls out its own."""
   return jax.process_index()
 
 
 def data_process_count() -> int:
-  """The number of shares that the prompts are split into."""
+  """The number of shares that the prompts, and every batch, are split into."""
   return jax.process_count()
+
+
+def _bind_address(coordinator: str) -> str | None:
+  """The address that process 0 listens at: only the loopback's where that is meant; None: jax's default, all."""
+  host = coordinator.rpartition(":")[0]
+  return coordinator if host == "localhost" or host.startswith("127.") else None
+
+
+def _detected() -> bool:
+  """Tells if jax finds other processes by itself."""
+  return (
+    _on_pod()
+    or _among_tasks("SLURM_STEP_NODELIST", "SLURM_NTASKS")
+    or _among_tasks("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE")
+  )
+
+
+def _among_tasks(marker: str, count: str) -> bool:
+  """Tells if a launcher of several tasks, which sets the variable `marker`, has started this process."""
+  number = os.environ.get(count, "")
+  return marker in os.environ and number.isdigit() and int(number) > 1
 
 
 def _on_pod() -> bool:

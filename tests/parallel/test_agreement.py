@@ -1,0 +1,105 @@
+"""Decisions that all processes make together, and what a process learns of one that fails, differs or is silent."""
+
+from __future__ import annotations
+
+import pytest
+from toys.shared_store import SharedStore, together
+
+from sao_jax.parallel import agreement
+from sao_jax.parallel.agreement import ALONE, Disagreement, Processes, ProcessFailed, SharedStop
+
+
+class Signal:
+  requested = False
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+  monkeypatch.setattr(agreement, "SLICE", 0.02)
+  monkeypatch.setattr(agreement, "SIGN", 0.01)
+  monkeypatch.setattr(agreement, "RESCUE_SECONDS", 0.2)
+
+
+def test_all_processes_get_the_values_of_all_and_the_store_stays_small():
+  def decide(processes):
+    index = processes.index
+    made = [
+      processes.gather("values", {"of": index}),
+      processes.any("a stop", index == 1),
+      processes.max("rows", 10 - index),
+      processes.equal("the step", 7),
+      processes.first("versions", [index]),
+    ]
+    sent = processes.to_writer("numbers", index)
+    for _ in range(20):
+      processes.gather("again", "x")
+    return made, sent
+
+  store = SharedStore()
+  results = together(store, 3, decide)
+  expected = [[{"of": 0}, {"of": 1}, {"of": 2}], True, 10, 7, [0]]
+  assert results == [(expected, [0, 1, 2]), (expected, None), (expected, None)]
+  assert len([key for key in store.entries if "/alive/" not in key]) <= 4
+
+
+def test_a_process_alone_decides_by_itself():
+  value = object()  # not even JSON is needed
+  assert ALONE.gather("anything", value) == [value] and ALONE.first("anything", value) is value
+  assert ALONE.equal("anything", value) is value and ALONE.to_writer("anything", value) == [value]
+  assert ALONE.max("rows", 3) == 3 and ALONE.any("a stop", True) and not ALONE.any("a stop", False)
+  ALONE.request_stop()
+  ALONE.fail(RuntimeError("it"))
+  assert not ALONE.stop_requested and ALONE.agree_after_failure(1)
+  signal = Signal()
+  assert agreement.shared_stop(signal, ALONE) is signal and agreement.all_processes() is ALONE
+
+
+def test_processes_that_decide_different_things_are_told_which():
+  name = lambda processes: processes.gather("a stop" if processes.index else "the rows of a batch", 1)
+  for error in together(SharedStore(), 2, name):
+    assert isinstance(error, Disagreement)
+    assert "decision 1" in str(error) and "process 0 on 'the rows of a batch', process 1 on 'a stop'" in str(error)
+  for error in together(SharedStore(), 2, lambda processes: processes.equal("the step", processes.index)):
+    assert isinstance(error, Disagreement) and "differ in the step: 0 on process 0, 1 on process 1" in str(error)
+
+
+def test_the_others_learn_why_a_process_failed_and_agree_on_what_to_save():
+  def fails(processes):
+    processes.fail(ValueError("no prompts"))
+    return processes.agree_after_failure(12)
+
+  step = None  # at which the last one is
+
+  def waits(processes):
+    with pytest.raises(ProcessFailed, match=r"Process 1 has failed \(ValueError: no prompts\)"):
+      processes.gather("the rows of a batch", 1)
+    return processes.agree_after_failure(12 if processes.index < 2 else step)
+
+  for step, saved in ((12, True), (13, False)):  # noqa: B007
+    assert together(SharedStore(), 3, waits, fails, waits) == [saved] * 3
+  assert together(SharedStore(), 2, waits, lambda processes: processes.fail(ValueError("no prompts")))[0] is False
+
+
+def test_a_process_that_shows_no_sign_of_life_is_given_up_and_one_that_waits_is_not():
+  def slow(processes):
+    stop, seen = SharedStop(Signal(), processes), []
+    while len(seen) < 20:  # it looks at the stop signal, as every long wait does
+      seen.append(stop.requested)
+      agreement.time.sleep(0.03)
+    return processes.gather("the step", 1)
+
+  assert (
+    together(SharedStore(), 2, lambda processes: processes.gather("the step", 1), slow, seconds=0.3) == [[1, 1]] * 2
+  )
+  error, _ = together(SharedStore(), 2, lambda processes: processes.gather("the step", 1), lambda p: None, seconds=0.1)
+  assert isinstance(error, ProcessFailed) and "Process 1 has shown no sign of life" in str(error)
+
+
+def test_the_stop_of_one_is_that_of_all():
+  store, signal = SharedStore(), Signal()
+  one, other = (SharedStop(own, Processes(i, 2, store)) for i, own in enumerate([signal, Signal()]))
+  assert not one.requested and not other.requested
+  signal.requested = True
+  assert one.requested
+  agreement.time.sleep(0.03)
+  assert other.requested

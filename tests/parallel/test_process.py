@@ -1,0 +1,76 @@
+"""The place of a process among several: flags before variables, and nothing by halves."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from sao_jax.errors import ConfigError
+from sao_jax.parallel import process
+from sao_jax.parallel.process import Joining, initialize_processes, joining
+
+ADDRESS = "10.0.0.1:8476"
+VARIABLES = {"JAX_COORDINATOR_ADDRESS": ADDRESS, "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+
+
+def test_flags_come_before_variables():
+  assert joining(environment=VARIABLES) == Joining(ADDRESS, 4, 3)
+  assert joining(None, 2, 1, VARIABLES) == Joining(ADDRESS, 2, 1)
+  assert joining("host:1", 8, 0, {}) == Joining("host:1", 8, 0)
+  assert joining(environment={}) is None
+  # An address for what jax detects by itself.
+  assert joining(environment={"JAX_COORDINATOR_ADDRESS": ADDRESS}) is None
+
+
+@pytest.mark.parametrize(
+  "place, environment, field, problem",
+  [
+    ((ADDRESS, None, None), {}, "--num_processes and --process_id", "missing"),
+    ((None, 2, 0), {}, "--coordinator", "missing"),
+    ((None, None, None), {"JAX_PROCESS_ID": "1"}, "--coordinator and --num_processes", "missing"),
+    ((ADDRESS, 2, 2), {}, "--process_id", "2 is none of 2 processes"),
+    ((ADDRESS, 0, 0), {}, "--num_processes", "there cannot be 0"),
+    ((ADDRESS, 2, None), {"JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID", "'first' is no whole number"),
+    ((None, 2, None), VARIABLES, "JAX_PROCESS_ID", "3 is none of 2 processes"),
+    (("10.0.0.1", 2, 0), {}, "--coordinator", "no address with a port"),
+    ((None, 2, 0), {"JAX_COORDINATOR_ADDRESS": ":x"}, "JAX_COORDINATOR_ADDRESS", "no address with a port"),
+  ],
+)
+def test_half_a_place_is_refused_by_name(place, environment, field, problem):
+  with pytest.raises(ConfigError, match=problem) as error:
+    joining(*place, environment)
+  assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+  "variables, joins",
+  [
+    ({}, False),
+    ({"SLURM_NTASKS": "4"}, False),  # in a batch script, outside of srun
+    ({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a"}, False),
+    ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a,b"}, True),
+    ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1;tcp://10.0.0.1:1"}, True),
+    ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
+    ({"TPU_WORKER_HOSTNAMES": "a"}, False),
+    ({"JAX_COORDINATOR_ADDRESS": ADDRESS, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, False),
+    (VARIABLES, True),
+  ],
+)
+def test_a_process_joins_where_there_are_others(monkeypatch, variables, joins):
+  joined = []
+  for name in {*VARIABLES, "SLURM_NTASKS", "SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES"}:
+    monkeypatch.delenv(name, raising=False)
+  for name, value in variables.items():
+    monkeypatch.setenv(name, value)
+  monkeypatch.setattr(jax.distributed, "initialize", lambda *place, **options: joined.append((place, options)))
+  monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+  initialize_processes()
+  assert len(joined) == joins
+  if variables is VARIABLES:
+    ((place, options),) = joined
+    assert place == Joining(ADDRESS, 4, 3) and options["heartbeat_timeout_seconds"] == process.HEARTBEAT_SECONDS
+    assert options["coordinator_bind_address"] is None  # all addresses
+
+
+def test_the_loopback_is_left_to_itself():
+  assert process._bind_address("127.0.0.1:99") == "127.0.0.1:99" and process._bind_address(ADDRESS) is None

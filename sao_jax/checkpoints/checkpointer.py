@@ -11,17 +11,18 @@ import contextlib
 import os
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from sao_jax.checkpoints.host_state import HostStateHandler, HostStateRestore, HostStateSave, encode
+from sao_jax.checkpoints.host_state import Archives, HostStateHandler, HostStateRestore, HostStateSave, encode
 from sao_jax.checkpoints.state_tree import NETWORKS, REST, check_same_leaves, flatten, nest, places, split
 from sao_jax.configuration.paths import check_readable, check_storable, expand
 from sao_jax.errors import ConfigError, RunError
+from sao_jax.parallel.agreement import all_processes
 from sao_jax.types import PyTree
 
 _HOST = "host"
@@ -71,16 +72,26 @@ class Checkpointer:
   (100, {'prompts': 7}, [0.0, 1.0, 2.0], [0.0, 1.0, 2.0])
   """
 
-  def __init__(self, directory: str | os.PathLike, *, keep: int = 2, every: int = 100):
+  def __init__(
+    self,
+    directory: str | os.PathLike,
+    *,
+    keep: int = 2,
+    every: int = 100,
+    share: Callable[[Sequence[Any]], Any] | None = None,
+  ):
     """Opens `directory`, which is made if need be.
 
     Args:
       directory: the place of all checkpoints of one phase of a run; a leading `~` is a home.
       keep: number of checkpoints that stay, the newest ones.
       every: steps between two checkpoints (see `due`).
+      share: makes the host state of this process of those that another number of processes has saved; None refuses
+        such a checkpoint.
     """
     self._directory = expand(directory)
-    self._keep, self._every = keep, every
+    self._keep, self._every, self._share = keep, every, share
+    self._processes = all_processes()
     self._current: int | None = None  # the step that this process saved or restored last
     self._failure: Exception | None = None  # of the last save
     self._failures = 0  # in a row
@@ -171,15 +182,20 @@ class Checkpointer:
     """
     self.wait()
     steps = sorted(self._manager.all_steps(), reverse=True) if step is None else [step]
+    steps = self._processes.equal("the steps of checkpoints", steps)
 
-    # Newest first; a damaged checkpoint is passed over, one of another model is an error.
+    # Newest first; a damaged checkpoint is passed over by all processes, one of another model is an error.
     for candidate in steps:
+      if self._processes.any("a checkpoint that cannot be read", not self._looks_readable(candidate)):
+        continue
+      restored = None
       try:
         restored = self._read(candidate, abstract_state, older)
       except ConfigError:
         raise
       except _UNREADABLE as error:
         logging.error("The checkpoint of step %d in %s cannot be read: %s", candidate, self._directory, error)
+      if self._processes.any("a checkpoint that was not read", restored is None):
         continue
       self._current = candidate
       return restored
@@ -210,6 +226,28 @@ class Checkpointer:
     finally:
       self.close()
 
+  def _looks_readable(self, step: int) -> bool:
+    """Looks at what one process may miss while others read, which they do together; one process alone just reads."""
+    try:
+      if self._processes.count > 1:
+        _stored_leaves(self._manager, step)
+    except _UNREADABLE as error:
+      logging.error("The checkpoint of step %d in %s cannot be read: %s", step, self._directory, error)
+      return False
+    return True
+
+  def _own(self, host_state: Any, where: str) -> Any:
+    """Takes this process's share of a host state that another number of processes has saved."""
+    if not isinstance(host_state, Archives):
+      return host_state
+    saved, now = len(host_state.states), self._processes.count
+    if self._share is None:
+      raise ConfigError(
+        "--num_processes", f"{where} was saved by {saved} processes, and these are {now}.", f"Start {saved} processes."
+      )
+    logging.info("%s was saved by %d processes: what they held is divided over %d.", where, saved, now)
+    return self._share(host_state.states)
+
   def _read(self, step: int, abstract_state: PyTree, older: PyTree | None = None) -> Restored:
     where = f"{self._directory}, step {step}"
     stored = _stored_leaves(self._manager, step)
@@ -228,7 +266,9 @@ class Checkpointer:
     restored = self._manager.restore(step, args=ocp.args.Composite(**items, **{_HOST: HostStateRestore()}))
     flat = {name: flatten(restored[name]) for name in items}
     leaves = [flat[item][name] for item, name in places(abstract_state)]
-    return Restored(step, jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), restored[_HOST])
+    return Restored(
+      step, jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), self._own(restored[_HOST], where)
+    )
 
   def _notice_failure(self, action: Callable[[], None]) -> None:
     """Does `action`. An error in it is that of the last save: it is logged, and too many in a row are raised."""
@@ -262,7 +302,7 @@ class Checkpointer:
   def _take_over(self, step: int) -> None:
     """Makes room for a save: removes leftovers of killed and failed saves, and moves an abandoned future aside."""
     abandoned = [later for later in self._manager.all_steps() if later >= step]
-    if jax.process_index() == 0:
+    if self._processes.is_writer:
       if not self._owned:
         for path in self._directory.glob(_UNFINISHED):
           shutil.rmtree(path, ignore_errors=True)
@@ -323,13 +363,14 @@ def load_params(
 
 
 def load_host_state(directory: str | os.PathLike, step: int) -> Any:
-  """Loads the host state that was saved with the checkpoint of `step`.
+  """Loads the host state that was saved with the checkpoint of `step`; that of process 0 if there were more or fewer.
 
   Raises:
     FileNotFoundError, ValueError: it cannot be read.
   """
   with _manager(expand(directory), create=False) as manager:
-    return manager.restore(step, args=ocp.args.Composite(**{_HOST: HostStateRestore()}))[_HOST]
+    state = manager.restore(step, args=ocp.args.Composite(**{_HOST: HostStateRestore()}))[_HOST]
+    return state.states[0] if isinstance(state, Archives) else state
 
 
 def _read_network(

@@ -1,6 +1,7 @@
 """Host state in a checkpoint: nested dicts and lists of plain values and numpy arrays, stored without pickle.
 
 Each process writes one npz archive: the arrays, and a JSON document in which {"__array__": name} marks their places.
+Where another number of processes reads them, each gets all archives, as `Archives`, to take its share.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import io
 import json
 import pathlib
 import zipfile
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -83,6 +84,16 @@ def _decode(value: Any, arrays: Any) -> Any:
   return {key: _decode(item, arrays) for key, item in items}
 
 
+class Archives(NamedTuple):
+  """The host states of a checkpoint that another number of processes has saved.
+
+  Attributes:
+    states: those of all processes, in order.
+  """
+
+  states: list[Any]
+
+
 class HostStateHandler(ocp.AsyncCheckpointHandler):
   """Lets Orbax write the archive of a host state as one item of its atomic checkpoint."""
 
@@ -99,7 +110,10 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
     _path(directory).write_bytes(args.archive)
 
   def restore(self, directory: pathlib.Path, args: HostStateRestore | None = None) -> Any:
-    """Reads the archive of this process."""
+    """Reads the archive of this process; those of all, see `Archives`, if another number of processes has saved."""
+    saved = sorted(directory.glob("process_*.npz"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    if saved and len(saved) != jax.process_count():
+      return Archives([decode(path.read_bytes()) for path in saved])
     return decode(_path(directory).read_bytes())
 
 

@@ -71,44 +71,87 @@ class PromptIterator:
   """
 
   def __init__(self, dataset: grain.MapDataset, description: dict[str, Any]):
-    """Begins at the first prompt. `description` names the order (length, seed, ...), for `set_state` to compare."""
-    import grain
+    """Begins at the first prompt.
 
-    # No worker threads: a source computes or reads one small prompt at a time, and a state names the next one exactly.
-    self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
-    self._description = description
+    Args:
+      dataset: the one order of all processes.
+      description: names the order (length, seed, ...), for `set_state` to compare; "shard" is (index, count) of the
+        process, which takes the positions index, index + count, ...
+    """
+    self._dataset, self._description = dataset, description
+    self._begin(0, [])
 
   def __iter__(self) -> PromptIterator:
     return self
 
   def __next__(self) -> Prompt:
-    item = next(self._iterator)
+    item = self._dataset[self._left_over.pop(0)] if self._left_over else next(self._iterator)
     if isinstance(item, BadPrompt):
       raise item
     return item
 
   def get_state(self) -> dict[str, Any]:
     """Returns the position for `set_state`, in JSON types."""
-    return {"order": self._description, "position": self._iterator.get_state()}
+    state = {"order": self._description, "position": self._iterator.get_state()}
+    return state | ({"start": self._start, "left_over": list(self._left_over)} if self._start else {})
 
   def set_state(self, state: dict[str, Any]) -> None:
     """Goes to the position of a state: the next prompt is the one that was next when the state was taken.
 
+    A state {"shares": [...]} has those of all processes of a run that was saved by another number of them. What none of
+    them has taken is divided over those of now: first what the slower ones have left behind the fastest, in order.
+
     Raises:
       ConfigError: when the state belongs to another order of prompts.
     """
+    shares = state.get("shares", [state])
+    for share in shares:
+      self._check(share, ignored=("shard",) if "shares" in state else ())
+    if "shares" in state:
+      start, left_over = _not_taken(shares)
+      index, count = self._description["shard"]
+      self._begin(start, left_over[index::count])
+    else:
+      self._begin(state.get("start", 0), state.get("left_over", []))
+      self._iterator.set_state(state["position"])
+
+  def _begin(self, start: int, left_over: Sequence[int]) -> None:
+    """Goes to this process's first position from `start` on, behind the positions that are left over."""
+    import grain
+
+    index, count = self._description["shard"]
+    self._start, self._left_over = start, list(left_over)
+    # No worker threads: a source computes or reads one small prompt at a time, and a state names the next one exactly.
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    self._iterator = iter(self._dataset[start + index :: count].to_iter_dataset(options))
+
+  def _check(self, state: dict[str, Any], ignored: Sequence[str]) -> None:
     # Through JSON, so that a state that was stored as JSON and one that was not compare equal.
     saved, own = (json.loads(json.dumps(order)) for order in (state["order"], self._description))
-    if saved != own:
-      changed = ", ".join(
-        f"{name} {saved.get(name)!r} -> {own[name]!r}" for name in own if saved.get(name) != own[name]
-      )
+    differ = [name for name in own if saved.get(name) != own[name] and name not in ignored]
+    if differ or (not ignored and saved != own):
+      changed = ", ".join(f"{name} {saved.get(name)!r} -> {own[name]!r}" for name in differ)
       raise ConfigError(
         "prompts",
         f"The saved position belongs to another order of prompts ({changed}).",
-        "Resume with the same prompts, seed and number of hosts, or start in a new directory.",
+        "Resume with the same prompts and seed, or start in a new directory.",
       )
-    self._iterator.set_state(state["position"])
+
+
+def _not_taken(shares: Sequence[dict[str, Any]]) -> tuple[int, list[int]]:
+  """Returns the position from which on nobody has taken a prompt, and all before it that nobody has taken."""
+  positions = []
+  for share in shares:
+    index, count = share["order"]["shard"]
+    positions.append((share.get("start", 0) + index, count, share["position"]["next_index"]))
+
+  # A process that has taken k prompts of its own has taken the last at first + (k - 1) * count.
+  starts = [share.get("start", 0) for share in shares]
+  start = max([first + (taken - 1) * count + 1 for first, count, taken in positions if taken], default=max(starts))
+  left_over = [at for share in shares for at in share.get("left_over", ())]
+  for first, count, taken in positions:
+    left_over += range(first + taken * count, start, count)
+  return start, sorted(left_over)
 
 
 def make_prompt_iterator(
@@ -164,11 +207,11 @@ def make_prompt_iterator(
       return prompt
     return dataclasses.replace(prompt, key=prompt.key._replace(epoch=position // length))
 
-  # Cut the order into shards last: all hosts agree on the global order.
+  # The iterator cuts the order into shards last: all hosts agree on the global order.
   dataset = grain.MapDataset.source(_Items(source)).seed(seed)
   if shuffle:
     dataset = dataset.shuffle()
-  dataset = dataset.repeat(epochs).map_with_index(with_epoch)[index::count]
+  dataset = dataset.repeat(epochs).map_with_index(with_epoch)
 
   order = {"length": length, "seed": seed, "shuffle": shuffle, "epochs": epochs, "shard": [index, count]}
   return PromptIterator(dataset, order)

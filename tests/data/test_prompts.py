@@ -148,3 +148,31 @@ def test_what_is_no_source_of_prompts_is_refused_by_name(prompts, problem):
   with pytest.raises(ConfigError, match=problem) as error:
     make_prompt_iterator(prompts, seed=0)
   assert error.value.field in ("environment", "prompts") and error.value.remedy
+
+
+@pytest.mark.parametrize("hosts", [(2, 3, 1), (1, 4, 2), (3, 3), (2, 1, 2)])
+def test_every_prompt_is_taken_once_however_often_the_number_of_processes_changes(hosts):
+  """Processes take their prompts at a pace of their own; the state goes through JSON from one number to the next."""
+  make = lambda index, count: make_prompt_iterator(source(7), seed=5, shard=(index, count))
+  seen, states = [], None
+  for round_, count in enumerate(hosts):
+    iterators = [make(index, count) for index in range(count)]
+    for iterator in iterators:
+      if states is not None:
+        iterator.set_state({"shares": states})
+    for index, iterator in enumerate(iterators):
+      seen += take(iterator, 3 + 4 * ((index + round_) % 3))
+    states = json.loads(json.dumps([iterator.get_state() for iterator in iterators]))
+
+    # A process that only starts again is where it was.
+    again = make(0, count)
+    again.set_state(states[0])
+    assert take(again, 9) == take(iterators[0], 9)
+
+  # Nothing twice, and once the slow ones have caught up nothing is missing.
+  assert len(set(seen)) == len(seen)
+  iterator = make(0, 1)
+  iterator.set_state({"shares": states})
+  seen += take(iterator, 40)
+  order = take(make(0, 1), len(seen))
+  assert sorted(seen) == sorted(order)

@@ -17,6 +17,7 @@ from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree
 from sao_jax.evaluation import heldout
 from sao_jax.learner import sampler_side, setup
+from sao_jax.parallel.agreement import shared_stop
 from sao_jax.report import metrics
 from sao_jax.training import phases
 
@@ -28,15 +29,20 @@ _PHASE = flags.DEFINE_enum(
 def main(config: RunConfig, workdir: str) -> None:
   """Logs the result and writes it to `workdir/evaluation_<phase>.json`."""
   learner = setup.make_learner(config)
-  with interrupt.Interrupt() as stop:
+  processes = learner.processes
+  with interrupt.Interrupt() as own_stop:
+    stop = shared_stop(own_stop, processes)
     policy = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
     version, phase = policy.version, policy.phase
-    result = heldout.evaluate(config, sampler_side.make_publisher(learner)(policy.params), version, stop)
+    weights = sampler_side.make_publisher(learner)(policy.params)
+    share = heldout.evaluate(config, weights, version, stop, share=(processes.index, processes.count))
+    result = heldout.merged(config, processes, share)
 
   logging.info("%s, version %d: held-out success %s", phase, version, result)
   record = {"phase": phase, "policy_version": version} | _origin(config, policy.checkpoint) | result.metrics()
   path = pathlib.Path(workdir) / f"evaluation_{phase}.json"
-  path.write_text(json.dumps(metrics.to_json(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+  if processes.is_writer:
+    path.write_text(json.dumps(metrics.to_json(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
   # No result is no success, for a script that goes on with it: status 1.
   if not result.success.trials:

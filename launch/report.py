@@ -9,14 +9,16 @@ from absl import logging
 
 from launch import _flags
 from sao_jax.config import RunConfig
+from sao_jax.parallel.agreement import all_processes
 from sao_jax.report.page import write_report
 
 
 def main(config: RunConfig, workdir: str) -> None:
   """Writes `workdir/report/`."""
   del config
-  page, *_ = write_report(workdir)
-  logging.info("The report is %s", page.absolute())
+  if all_processes().is_writer:
+    page, *_ = write_report(workdir)
+    logging.info("The report is %s", page.absolute())
 
 
 if __name__ == "__main__":

@@ -198,7 +198,7 @@ class SamplerConfig:
 class RolloutConfig:
   """The asynchronous loop: admission, episodes, staleness, packing, placement."""
 
-  batch_size: PositiveInt = 128  # trajectories per train step
+  batch_size: PositiveInt = 128  # trajectories per train step, of all processes together
   group_size: PositiveInt = 1  # rollouts of each prompt; 1 is single-rollout
   admission_staleness: NonNegativeInt = 4  # eta: rollouts from start to step <= (eta + 1) * batch_size; 0: synchronous
   max_staleness: Annotated[int, "[-1, inf)"] = 16  # tau: versions since the oldest token, at consumption; -1: any
@@ -235,7 +235,7 @@ class SFTConfig:
   """Imitation cold start on demonstrations that the environment produces."""
 
   steps: NonNegativeInt = 1000
-  batch_size: PositiveInt = 64  # demonstrations per step
+  batch_size: PositiveInt = 64  # demonstrations per step, of all processes together
   optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3, weight_decay=0.0, warmup_steps=50)
 
 

@@ -18,9 +18,10 @@ from sao_jax.config import RunConfig
 from sao_jax.episode import Prompt
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation.fixed_policy import read_prompts, run_episodes
-from sao_jax.interrupt import Interrupt, Interrupted
-from sao_jax.learner.batches import packed_batch
+from sao_jax.interrupt import Interrupted, StopSignal
+from sao_jax.learner.batches import agreed_batch
 from sao_jax.learner.setup import Learner, micro_batches
+from sao_jax.parallel.feeding import everywhere
 from sao_jax.sampler.service import SamplerService
 from sao_jax.types import PolicyOutputs, PyTree, TrajectoryBatch
 
@@ -63,7 +64,7 @@ def audit_sampler(
   learner: Learner,
   service: SamplerService,
   params: PyTree,
-  interrupt: Interrupt | None = None,
+  interrupt: StopSignal | None = None,
 ) -> Audit:
   """Samples a few held-out episodes and compares the log-probs of sampler and learner on them, see `compare`.
 
@@ -82,26 +83,37 @@ def audit_sampler(
     SamplerMismatch: they disagree.
   """
   # At most a batch, which is what the rows are sure to hold.
-  count = min(AUDITED_EPISODES, config.sampler.num_slots, config.rollout.batch_size)
-  trajectories, failures = run_episodes(
-    config, service, _prompts(config, count), temperature=config.sampler.temperature, interrupt=interrupt
-  )
+  processes = learner.processes
+  count = min(AUDITED_EPISODES, config.sampler.num_slots, config.rollout.batch_size // processes.count)
+  prompts = _prompts(config, count * processes.count)[processes.index :: processes.count]
+  try:
+    trajectories, failures = run_episodes(
+      config, service, prompts, temperature=config.sampler.temperature, interrupt=interrupt
+    )
+  except Interrupted:
+    if processes.count == 1:
+      raise
+    trajectories, failures = None, []
 
-  # What there is.
-  if not any(trajectory.num_sampled for trajectory in trajectories):
+  # What there is; every process has a sampler of its own, and one learner is compared with all of them.
+  batch = agreed_batch(learner, trajectories)
+  if batch is None:
+    raise Interrupted
+  if not processes.any("audited tokens", any(trajectory.num_sampled for trajectory in trajectories)):
     return Audit(None, 0, failures)
-  rows = packed_batch(learner, trajectories).rows
+  rows = batch.rows
   parts = micro_batches(learner, rows.token_ids.shape[0])  # like a train step: it needs no more memory
 
   def apply(params: PyTree, rows: TrajectoryBatch) -> PolicyOutputs:
     return map_micro_batches(lambda part: learner.policy.apply(params, part), rows, parts)
 
-  worst = compare(apply, params, rows, config.training.audit_tolerance)
+  replicated = learner.layout.sharding() if processes.count > 1 else None
+  worst = compare(apply, params, rows, config.training.audit_tolerance, replicated)
   return Audit(worst, len(trajectories), failures)
 
 
 def audit_at_start(
-  config: RunConfig, learner: Learner, service: SamplerService, params: PyTree, interrupt: Interrupt
+  config: RunConfig, learner: Learner, service: SamplerService, params: PyTree, interrupt: StopSignal
 ) -> None:
   """Refuses to train when sampler and learner disagree at lag 0; says nothing when it was interrupted.
 
@@ -127,7 +139,13 @@ def _prompts(config: RunConfig, count: int) -> list[Prompt]:
   return read_prompts(source, count)[0]
 
 
-def compare(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch, tolerance: float) -> float:
+def compare(
+  policy_apply: Callable,
+  params: PyTree,
+  batch: TrajectoryBatch,
+  tolerance: float,
+  replicated: jax.sharding.NamedSharding | None = None,
+) -> float:
   """Returns max |log-prob of the learner - log-prob of the sampler| over the sampled tokens of `batch`.
 
   Args:
@@ -135,13 +153,14 @@ def compare(policy_apply: Callable, params: PyTree, batch: TrajectoryBatch, tole
     params: the parameters that sampled every token of the batch.
     batch: packed trajectories.
     tolerance: the largest difference allowed.
+    replicated: where the batch lives on devices of several processes, a sharding that brings all of it to each.
 
   Raises:
     SamplerMismatch: when it is exceeded, or a difference is not finite.
   """
   logprobs = jax.jit(lambda p, b: policy_apply(p, b).logprobs)(params, batch)
-  mask = np.asarray(batch.action_mask)
-  difference = np.abs(np.asarray(logprobs)[mask] - np.asarray(batch.behavior_logprobs)[mask])
+  logprobs, mask, recorded = everywhere((logprobs, batch.action_mask, batch.behavior_logprobs), replicated)
+  difference = np.abs(logprobs[mask] - recorded[mask])
   worst = float(difference.max())
   if not worst <= tolerance:
     raise SamplerMismatch(worst, float(difference.mean()), tolerance)

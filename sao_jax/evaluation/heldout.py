@@ -13,6 +13,7 @@ from sao_jax.episode import BadPrompt, Trajectory
 from sao_jax.evaluation.fixed_policy import read_prompts, run_episodes
 from sao_jax.interrupt import StopSignal
 from sao_jax.learner.sampler_side import make_service
+from sao_jax.parallel.agreement import Processes
 from sao_jax.report.success_rate import Success, success
 from sao_jax.sampler.fixed_weights import FixedSampler
 from sao_jax.sampler.service import SamplerService
@@ -66,6 +67,7 @@ def evaluate(
   interrupt: StopSignal | None = None,
   *,
   service: SamplerService | None = None,
+  share: tuple[int, int] = (0, 1),
 ) -> Evaluation:
   """Runs `evaluation.prompts` held-out prompts, or all there are, with fixed weights.
 
@@ -75,6 +77,7 @@ def evaluate(
     version: their policy version.
     interrupt: ends it when the process is asked to stop.
     service: a started sampler whose slots it shares, with these weights whatever is published; None: one of its own.
+    share: (index of this process, number of processes), which divide the prompts; see `merged`.
 
   Raises:
     Interrupted: the process was asked to stop.
@@ -91,6 +94,8 @@ def evaluate(
       "The held-out split has %d prompts, not evaluation.prompts=%d: each is used once.", len(source), settings.prompts
     )
   prompts, damaged = read_prompts(source, settings.prompts)
+  index, count = share
+  first, prompts, damaged = index * len(prompts), prompts[index::count], damaged[index::count]
 
   # Every token must be a sample of this one version.
   with contextlib.ExitStack() as stack:
@@ -99,7 +104,12 @@ def evaluate(
     else:
       sampler = stack.enter_context(make_service(config, params, seed=settings.seed, version=version))
     trajectories, failures = run_episodes(
-      config, sampler, prompts, temperature=settings.temperature, interrupt=interrupt
+      config,
+      sampler,
+      prompts,
+      temperature=settings.temperature,
+      first_rollout_id=first,  # no two processes draw the same random numbers
+      interrupt=interrupt,
     )
   versions = {int(v) for t in trajectories for v in np.unique(t.policy_version[t.action_mask])}
   if versions - {version}:
@@ -116,4 +126,41 @@ def evaluate(
     policy_version=version,
     trajectories=trajectories,
     skipped=skipped + len(damaged),
+  )
+
+
+def merged(config: RunConfig, processes: Processes, own: Evaluation | None) -> Evaluation | None:
+  """Returns the evaluation of all processes, made of their shares; None if a process has none. All call it together.
+
+  The trajectories stay those of this process.
+  """
+  if processes.count == 1:
+    return own
+
+  # Each sends its sums; the trajectories are too large for that.
+  sums = None
+  if own is not None:
+    trials = own.success.trials
+    sums = {
+      "successes": sum(each.reward >= config.evaluation.success_threshold for each in own.trajectories),
+      "trials": trials,
+      "reward": own.mean_reward * trials if trials else 0.0,
+      "sampled": own.mean_sampled * trials if trials else 0.0,
+      "ungraded": own.ungraded,
+      "skipped": own.skipped,
+    }
+  shares = processes.gather("the shares of an evaluation", sums)
+  if None in shares:
+    return None
+
+  # Means and interval are made of the sums, as if one process had run all episodes.
+  total = {name: sum(share[name] for share in shares) for name in shares[0]}
+  trials = total["trials"]
+  return dataclasses.replace(
+    own,
+    success=success(total["successes"], trials, config.evaluation.confidence),
+    mean_reward=total["reward"] / trials if trials else float("nan"),
+    mean_sampled=total["sampled"] / trials if trials else float("nan"),
+    ungraded=total["ungraded"],
+    skipped=total["skipped"],
   )

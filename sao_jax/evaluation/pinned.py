@@ -9,8 +9,9 @@ from typing import NamedTuple
 from absl import logging
 
 from sao_jax.config import RunConfig
-from sao_jax.evaluation.heldout import Evaluation, evaluate
-from sao_jax.interrupt import POLL, Interrupt, Interrupted
+from sao_jax.evaluation.heldout import Evaluation, evaluate, merged
+from sao_jax.interrupt import POLL, Interrupted, StopSignal
+from sao_jax.parallel.agreement import ALONE, Processes
 from sao_jax.sampler.service import SamplerService
 from sao_jax.types import PyTree
 
@@ -35,11 +36,12 @@ class PinnedEvaluation:
   def __init__(
     self,
     config: RunConfig,
-    interrupt: Interrupt,
+    interrupt: StopSignal,
     *,
     last_version: int = 0,
     service: SamplerService | None = None,
     report: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
+    processes: Processes = ALONE,
   ):
     """Args:
     config: the run's configuration.
@@ -47,11 +49,12 @@ class PinnedEvaluation:
     last_version: that of the phase's end, 0 for none.
     service: the rollouts' sampler, for `evaluation.sampler="shared"`.
     report: called with the step and the result of each evaluation.
+    processes: those that divide the prompts; each evaluates its share, and all get the result of all.
     """
     self.version: int | None = None
     self.last: Evaluation | None = None
     self._config, self._interrupt, self._given_up = config, interrupt, False
-    self._last_version, self._report = last_version, report
+    self._last_version, self._report, self._processes = last_version, report, processes
     self._service = service if config.evaluation.sampler == "shared" else None
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation")
     self._step = 0
@@ -112,8 +115,10 @@ class PinnedEvaluation:
     if self._result is not None:
       raise RuntimeError(f"the evaluation of version {self.version} was not collected")
     self.version, self._step = version, step
-    shared = {} if self._service is None else {"service": self._service}
-    self._result = self._thread.submit(evaluate, self._config, params, version, self, **shared)
+    options = {} if self._service is None else {"service": self._service}
+    if self._processes.count > 1:
+      options["share"] = self._processes.index, self._processes.count
+    self._result = self._thread.submit(evaluate, self._config, params, version, self, **options)
 
   def check(self) -> None:
     """Raises the exception that ended the evaluation, as itself, unless it was interrupted."""
@@ -130,20 +135,30 @@ class PinnedEvaluation:
     Raises:
       Exception: the exception that ended it, as itself.
     """
-    if self._result is None or concurrent.futures.wait([self._result], timeout).not_done:
+    if self._result is None:
       return None
-    try:
-      evaluation = self._result.result()
-    except Interrupted:
+    evaluation = merged(self._config, self._processes, self._own(timeout))
+    if evaluation is None:
       return None
     self.version, self._result = None, None
     return Measured(self._step, evaluation)
 
+  def _own(self, timeout: float) -> Evaluation | None:
+    """The share of this process, if it finishes within `timeout` seconds; None otherwise, or if it was cut."""
+    if concurrent.futures.wait([self._result], timeout).not_done:
+      return None
+    try:
+      return self._result.result()
+    except Interrupted:
+      return None
+
   def _collect_and_report(self, look: Callable[[], None], *, wait: bool) -> None:
     """Reports the evaluation under way under the step after which it began; with `wait` not before it has finished."""
-    while (measured := self.collect(POLL if wait else 0.0)) is None:
+    while wait and self._result is not None and self._own(POLL) is None and not self._interrupt.requested:
       look()
-      if not wait or self.version is None or self._interrupt.requested:
-        return
+    measured = self.collect()
+    if measured is None:
+      look()
+      return
     self.last = measured.evaluation
     self._report(*measured)

@@ -10,9 +10,10 @@ import numpy as np
 
 from sao_jax.config import RunConfig
 from sao_jax.episode import Trajectory
-from sao_jax.learner.packing import pack, shard_batch, sharding_of
+from sao_jax.learner.packing import check_row_counts, in_order, lay_out, shard_batch, sharding_of
+from sao_jax.learner.row_plan import RowPlan, plan_rows
 from sao_jax.learner.setup import Learner, rows_multiple
-from sao_jax.parallel.process import data_process_count, data_process_index
+from sao_jax.parallel.feeding import share_of_rows
 from sao_jax.rollout.evidence import RequiredExperts
 from sao_jax.types import TrajectoryBatch
 
@@ -30,16 +31,27 @@ class Batch(NamedTuple):
 
 
 def packed_batch(learner: Learner, trajectories: Sequence[Trajectory]) -> Batch:
-  """Packs this process's trajectories into the configured row buckets and shards them over the learner's mesh.
+  """Packs the trajectories of all processes into the configured row buckets and shards them over the learner's mesh.
 
-  Any number of tokens fits, see `row_plan.plan_rows`.
+  Any number of tokens fits, see `row_plan.plan_rows`. All processes call it together, and use one bucket: the largest
+  that any of them needs.
+
+  Args:
+    learner: packs batches, and holds the run's configuration.
+    trajectories: those of this process.
 
   Raises:
     ConfigError: a context fits no row.
   """
-  rollout = learner.config.rollout
-  rows = _packed_rows(learner, trajectories, rollout.row_lengths, rollout.row_counts)
-  return Batch(list(trajectories), shard_batch(rows, learner.layout))
+  return agreed_batch(learner, trajectories)
+
+
+def agreed_batch(learner: Learner, trajectories: Sequence[Trajectory] | None) -> Batch | None:
+  """Like `packed_batch`; None for all processes if one of them has no trajectories, since it was asked to stop."""
+  rows = _packed_rows(learner, trajectories)
+  if rows is None:
+    return None
+  return Batch(list(trajectories), shard_batch(rows, learner.layout, learner.processes.count))
 
 
 def required_experts(config: RunConfig) -> RequiredExperts | None:
@@ -54,37 +66,66 @@ def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
 
   Batches with pieces, and those with more rows, are rare or never come.
   """
-  rollout, processes = learner.config.rollout, data_process_count()
+  rollout = learner.config.rollout
   for length in sorted(set(rollout.row_lengths)):
     for count in sorted(set(rollout.row_counts)):
+      plan = RowPlan((count, length), [])
       yield jax.tree.map(
-        lambda rows: jax.ShapeDtypeStruct(
-          (rows.shape[0] * processes, *rows.shape[1:]), rows.dtype, sharding=sharding_of(rows, learner.layout)
-        ),
-        _packed_rows(learner, [], (length,), (count,)),
+        lambda rows: jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=sharding_of(rows, learner.layout)),
+        _laid_out(learner, [], plan),
       )
 
 
-def _packed_rows(
-  learner: Learner, trajectories: Sequence[Trajectory], row_lengths: Sequence[int], row_counts: Sequence[int]
+def _packed_rows(learner: Learner, trajectories: Sequence[Trajectory] | None) -> TrajectoryBatch | None:
+  """Returns the rows of this process, in the shape that all agree on; None if one of them has no trajectories."""
+  rollout, processes = learner.config.rollout, learner.processes
+  check_row_counts(rollout.row_counts, rows_multiple(learner))
+  counts = [count // processes.count for count in rollout.row_counts]
+  if processes.count == 1:
+    if trajectories is None:
+      return None
+    ordered = in_order(trajectories)
+    return _laid_out(learner, ordered, plan_rows(ordered, rollout.row_lengths, counts))
+
+  # The longest rows that any process needs, then the most rows: shorter ones are planned anew for the others.
+  ordered = in_order(trajectories or ())
+  plan = plan_rows(ordered, rollout.row_lengths, counts)
+  wanted = processes.gather("the rows of a batch", None if trajectories is None else [*plan.shape, plan.cuts])
+  if None in wanted:
+    return None
+  length = max(length for _, length, _ in wanted)
+  if any(each != length for _, each, _ in wanted):
+    plan = plan_rows(ordered, (length,), counts)
+    wanted = processes.gather("the number of rows", [*plan.shape, plan.cuts])
+
+  # One shape for all, with a table of pieces if anybody has some.
+  shape = (max(count for count, _, _ in wanted), length)
+  rows = _laid_out(learner, ordered, RowPlan(shape, plan.rows), pieces=any(cuts for _, _, cuts in wanted))
+  whole = (shape[0] * processes.count, length)
+  share = share_of_rows(sharding_of(np.empty(whole, np.bool_), learner.layout), whole, processes.index)
+  return _numbered_globally(rows, processes.index if share is None else share, rollout.batch_size)
+
+
+def _laid_out(
+  learner: Learner, trajectories: list[Trajectory], plan: RowPlan, *, pieces: bool = False
 ) -> TrajectoryBatch:
   config = learner.config
   routed_shape = config.model.routed_shape if config.algorithm.router_replay else None
-  rows = pack(
-    trajectories, row_lengths, row_counts, rows_multiple(learner), routed_shape, grouped=config.rollout.group_size > 1
-  )
-  return _numbered_globally(rows, data_process_index(), config.rollout.batch_size)
+  return lay_out(trajectories, plan, routed_shape, grouped=config.rollout.group_size > 1, pieces=pieces)
 
 
-def _numbered_globally(rows: TrajectoryBatch, process: int, batch_size: int) -> TrajectoryBatch:
-  """Returns the rows with groups, pieces and rows numbered through all processes: none must meet another's number."""
+def _numbered_globally(rows: TrajectoryBatch, share: int, batch_size: int) -> TrajectoryBatch:
+  """Returns the rows with groups, pieces and rows numbered through all processes: none must meet another's number.
+
+  `share` is the number of the share of the global rows that these become.
+  """
   shifted = lambda ids, by: np.where(ids > 0, ids + by, 0).astype(np.int32)
   if rows.group_ids is not None:
-    rows = rows.replace(group_ids=shifted(rows.group_ids, process * batch_size))
+    rows = rows.replace(group_ids=shifted(rows.group_ids, share * batch_size))
 
   # The tables of all processes stand one behind the other, and the end of each is never used.
   pieces = rows.pieces
   if pieces is not None:
-    ids = shifted(pieces.ids, process * len(pieces.trajectory))
-    rows = rows.replace(pieces=pieces.replace(ids=ids, row=pieces.row + np.int32(process * len(pieces.ids))))
+    ids = shifted(pieces.ids, share * len(pieces.trajectory))
+    rows = rows.replace(pieces=pieces.replace(ids=ids, row=pieces.row + np.int32(share * len(pieces.ids))))
   return rows

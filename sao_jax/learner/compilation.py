@@ -41,6 +41,7 @@ class CompiledSteps:
 
     self._threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compilation")
     self._waits, self._kinds, self._compile = 0, frozenset(update_policy), compile_step
+    self._processes, self._compiled_everywhere = learner.processes, set()
     shapes = list(abstract_rows(learner))
     self._programs = {
       _key(kind, rows): self._threads.submit(compile_step, kind, rows)
@@ -66,20 +67,30 @@ class CompiledSteps:
     """Waits until the program for `rows` is compiled, before the third step of a process until all of them are.
 
     Returns:
-      False when the process was asked to stop meanwhile.
+      False for all processes when one was asked to stop meanwhile.
     """
     self._waits += 1
-    own = self._program(update_policy, rows)
+    own, key = self._program(update_policy, rows), (_key(update_policy, rows), self._waits > COMPILING_STEPS)
+    if key in self._compiled_everywhere:
+      return True
     wanted = [own] if self._waits <= COMPILING_STEPS else list(self._programs.values())
+    stopped = self._wait_for(wanted, interrupt, look)
+    if self._processes.any("a stop while train steps compile", stopped):
+      return False
+    self._compiled_everywhere.add(key)
+    return True
+
+  def _wait_for(self, wanted: list[concurrent.futures.Future], interrupt: StopSignal, look: Callable[[], None]) -> bool:
+    """Waits until all of these are compiled; True when the process was asked to stop before."""
 
     if not concurrent.futures.wait(wanted, 0.0).not_done:
-      return True
+      return False
     with announced(f"Compiling {len(wanted)} train steps" if len(wanted) > 1 else "Compiling the train step"):
       while concurrent.futures.wait(wanted, POLL).not_done:
         look()
         if interrupt.requested:
-          return False
-    return True
+          return True
+    return False
 
   def __call__(
     self, state: TrainState, rows: TrajectoryBatch, *, update_policy: bool

@@ -15,6 +15,7 @@ import numpy as np
 from sao_jax.episode import Trajectory
 from sao_jax.errors import ConfigError
 from sao_jax.learner.row_plan import PIECES_PER_ROW, Part, RowPlan, plan_rows
+from sao_jax.parallel.feeding import feed
 from sao_jax.parallel.layout import Layout
 from sao_jax.types import Pieces, TrajectoryBatch
 
@@ -85,10 +86,14 @@ def pack(
   """
   check_row_counts(row_counts, multiple_of)
 
-  # Longest first, ties by rollout id: the order in which they come must not matter.
-  ordered = sorted(trajectories, key=lambda t: (-len(t), t.rollout_id))
+  ordered = in_order(trajectories)
   plan = plan_rows(ordered, row_lengths, row_counts)
   return lay_out(ordered, plan, routed_shape, grouped=grouped)
+
+
+def in_order(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+  """Returns them longest first, ties by rollout id: the order in which they come must not matter."""
+  return sorted(trajectories, key=lambda t: (-len(t), t.rollout_id))
 
 
 def unpack(batch: TrajectoryBatch) -> Iterator[dict[str, np.ndarray]]:
@@ -115,14 +120,15 @@ def unpack(batch: TrajectoryBatch) -> Iterator[dict[str, np.ndarray]]:
     yield {name: np.concatenate([part[name] for part in parts]) for name in fields}
 
 
-def shard_batch(batch: TrajectoryBatch, layout: Layout) -> TrajectoryBatch:
-  """Puts this process's rows on its devices; the result is the global batch, rows over the batch axes of the mesh.
+def shard_batch(batch: TrajectoryBatch, layout: Layout, num_processes: int = 1) -> TrajectoryBatch:
+  """Puts this process's rows on the mesh; the result is the global batch, rows over the batch axes of the mesh.
 
   Args:
-    batch: numpy arrays [B / number of processes, T], of the same shape in every process.
+    batch: numpy arrays [B / num_processes, T], of the same shape in every process.
     layout: the learner's mesh, and where "batch" and "sequence" live on it.
+    num_processes: that bring rows.
   """
-  return jax.tree.map(lambda array: jax.make_array_from_process_local_data(sharding_of(array, layout), array), batch)
+  return feed(batch, lambda array: sharding_of(array, layout), num_processes)
 
 
 def sharding_of(array: Any, layout: Layout) -> jax.sharding.NamedSharding:
@@ -131,9 +137,17 @@ def sharding_of(array: Any, layout: Layout) -> jax.sharding.NamedSharding:
 
 
 def lay_out(
-  trajectories: list[Trajectory], plan: RowPlan, routed_shape: tuple[int, int] | None, *, grouped: bool
+  trajectories: list[Trajectory],
+  plan: RowPlan,
+  routed_shape: tuple[int, int] | None,
+  *,
+  grouped: bool,
+  pieces: bool = False,
 ) -> TrajectoryBatch:
-  """Lays the parts of each row out one behind the other, in arrays [B, T]."""
+  """Lays the parts of each row out one behind the other, in arrays [B, T].
+
+  With `pieces` there is a table of pieces even if no trajectory is cut: another process's may be.
+  """
   batch = _padding(plan.shape, routed_shape, grouped=grouped)
   per_token = [_fields(trajectory) for trajectory in trajectories]
   groups = {group: number for number, group in enumerate(sorted({t.group for t in trajectories}), start=1)}
@@ -161,7 +175,7 @@ def lay_out(
         batch.routed_experts[at] = trajectory.routed_experts[inside]
       if grouped:
         batch.group_ids[at] = groups[trajectory.group]
-  return batch.replace(pieces=_pieces(places, plan.shape))
+  return batch.replace(pieces=_pieces(places, plan.shape, always=pieces))
 
 
 def _padding(shape: tuple[int, int], routed_shape: tuple[int, int] | None, *, grouped: bool) -> TrajectoryBatch:
@@ -197,10 +211,10 @@ def _fields(trajectory: Trajectory) -> dict[str, np.ndarray]:
   }
 
 
-def _pieces(places: dict[Part, tuple[int, int]], shape: tuple[int, int]) -> Pieces | None:
+def _pieces(places: dict[Part, tuple[int, int]], shape: tuple[int, int], *, always: bool) -> Pieces | None:
   """Returns the table of the trajectories that have several parts; None where every one lies in one place."""
   cut = sorted({part.trajectory for part in places if part.start > 0})
-  if not cut:
+  if not cut and not always:
     return None
   numbers = {trajectory: number for number, trajectory in enumerate(cut, start=1)}
   pieces = sorted(part for part in places if part.trajectory in numbers)

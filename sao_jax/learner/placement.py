@@ -25,13 +25,21 @@ def local_devices() -> tuple[Any, ...]:
   return tuple(jax.local_devices())
 
 
+def devices_by_process() -> list[tuple[Any, ...]]:
+  """Returns the devices of all processes, in the order of these."""
+  devices = jax.devices()
+  return [
+    tuple(device for device in devices if device.process_index == process) for process in range(jax.process_count())
+  ]
+
+
 def place(config: RunConfig) -> Devices:
   """Applies `rollout.placement`: with `split` the last `rollout.sampler_devices` local devices sample."""
   local = local_devices()
-  if config.rollout.placement == "shared":
-    return Devices(local, local)
-  count = config.rollout.sampler_devices
-  return Devices(local[:-count], local[-count:])
+  hosts = [local] if jax.process_count() == 1 else devices_by_process()
+  count = config.rollout.sampler_devices if config.rollout.placement == "split" else 0
+  learner = tuple(device for devices in hosts for device in devices[: len(devices) - count])
+  return Devices(learner, local[-count:])
 
 
 def make_sampler_mesh(config: RunConfig, devices: tuple[Any, ...]) -> Mesh | None:
@@ -41,5 +49,6 @@ def make_sampler_mesh(config: RunConfig, devices: tuple[Any, ...]) -> Mesh | Non
   """
   if len(devices) == 1:
     return None
-  layout = config.mesh if config.rollout.placement == "shared" else MeshConfig(data=-1, fsdp=1)
+  alone = config.rollout.placement == "shared" and jax.process_count() == 1
+  layout = config.mesh if alone else MeshConfig(data=-1, fsdp=1)
   return make_mesh(layout, devices)

@@ -53,6 +53,11 @@ class RowPlan(NamedTuple):
   shape: tuple[int, int]
   rows: list[list[Part]]
 
+  @property
+  def cuts(self) -> bool:
+    """Does any trajectory lie in several parts?"""
+    return any(part.start > 0 for row in self.rows for part in row)
+
 
 def plan_rows(trajectories: Sequence[Trajectory], row_lengths: Sequence[int], row_counts: Sequence[int]) -> RowPlan:
   """Puts the longest parts first, each into the fullest row that still holds it.

@@ -31,7 +31,8 @@ def make_publisher(learner: Learner) -> Callable[[PyTree], PyTree]:
   else:
     target = Layout(sampler_mesh, SAMPLER_RULES).param_shardings(specs)
   dtypes = jax.tree.map(lambda spec: spec.compute_dtype or learner.config.model.dtype, specs)
-  return make_publish(target, dtypes, prepare=merge_lora)
+  replicated = learner.layout.sharding() if learner.processes.count > 1 else None
+  return make_publish(target, dtypes, prepare=merge_lora, gathered=replicated)
 
 
 def make_service(

@@ -15,17 +15,18 @@ from sao_jax.algorithm.network import Network
 from sao_jax.algorithm.optimizer import make_optimizer
 from sao_jax.algorithm.train_step import TrainStep, init_train_state, make_train_step
 from sao_jax.algorithm.value_loss import make_value_head
-from sao_jax.config import RunConfig
+from sao_jax.config import RolloutConfig, RunConfig
+from sao_jax.errors import ConfigError
 from sao_jax.learner.placement import place
 from sao_jax.models.critic import critic_specs, frozen_critic_paths, make_critic_apply
 from sao_jax.models.lora import lora_specs
 from sao_jax.models.policy import make_policy_apply
 from sao_jax.models.router import update_router_bias
 from sao_jax.models.transformer import fixed_paths, param_specs
+from sao_jax.parallel.agreement import ALONE, Processes, all_processes
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
 from sao_jax.parallel.params import abstract_params, init_params, path_name, path_names
-from sao_jax.parallel.process import data_process_count
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrainState
 
 
@@ -38,12 +39,14 @@ class Learner:
     layout: the learner's mesh, and where arrays live on it.
     policy: the policy network.
     critic: the value network; None where `algorithm.advantage` needs none.
+    processes: those that train together.
   """
 
   config: RunConfig
   layout: Layout
   policy: Network
   critic: Network | None
+  processes: Processes = ALONE
 
   @property
   def mesh(self) -> Mesh:
@@ -68,12 +71,40 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
   >>> "dense_layers/attention/k" in learner.critic.frozen, "dense_layers/attention/k" in learner.policy.frozen
   (True, False)
   """
+  processes = all_processes()
+  check_shares(config, processes.count)
   layout = Layout(make_mesh(config.mesh, devices or place(config).learner))
   policy = make_policy(config, layout)
   critic = make_critic(config, layout, freeze=freeze) if config.algorithm.needs_critic else None
   for network in filter(None, (policy, critic)):
     check_mesh_divides_model(layout, network.specs)
-  return Learner(config, layout, policy, critic)
+  return Learner(config, layout, policy, critic, processes)
+
+
+def check_shares(config: RunConfig, num_processes: int) -> None:
+  """Refuses batches of which not every process can bring the same share.
+
+  Raises:
+    ConfigError: naming the field.
+  """
+  group = config.rollout.group_size
+  # The numbers that count what all processes bring together, and the parts that each must divide into.
+  shares = [("rollout.batch_size", config.rollout.batch_size, num_processes * group)]
+  shares += [("rollout.row_counts", count, num_processes) for count in config.rollout.row_counts]
+  if hasattr(config.environment, "demonstration"):
+    shares.append(("sft.batch_size", config.sft.batch_size, num_processes))
+
+  for field, number, parts in shares:
+    if number % parts:
+      groups = f" with groups of {group}" if parts > num_processes else ""
+      problem = f"{number}, which is of all processes together, does not divide over {num_processes}{groups}."
+      raise ConfigError(field, problem, f"Make it a multiple of {parts}.")
+
+
+def share_of_batch(config: RunConfig, num_processes: int) -> RolloutConfig:
+  """Returns the rollout configuration of one process, which brings its share of every batch."""
+  rollout = config.rollout
+  return dataclasses.replace(rollout, batch_size=rollout.batch_size // num_processes)
 
 
 def make_policy(config: RunConfig, layout: Layout) -> Network:
@@ -134,7 +165,7 @@ def rows_multiple(learner: Learner) -> int:
 
 def micro_batches(learner: Learner, rows: int) -> int:
   """Returns the parts in which a batch is computed: for more `rows` than any of `rollout.row_counts`, more of them."""
-  largest = max(learner.config.rollout.row_counts) * data_process_count()
+  largest = max(learner.config.rollout.row_counts)
   return learner.config.algorithm.micro_batches * max(1, -(-rows // largest))
 
 

@@ -14,7 +14,15 @@ class EpisodeSamples:
   """Keeps an episode of the first step, of each third of the phase, of each step that is saved, and of the last one."""
 
   def __init__(
-    self, workdir: pathlib.Path, phase: str, tokenizer: Any, *, steps: int, every: int, restored_step: int | None
+    self,
+    workdir: pathlib.Path,
+    phase: str,
+    tokenizer: Any,
+    *,
+    steps: int,
+    every: int,
+    restored_step: int | None,
+    writes: bool = True,
   ):
     """Drops the episodes of this phase beyond `restored_step`, all of them for None.
 
@@ -25,11 +33,14 @@ class EpisodeSamples:
       steps: train steps of the phase.
       every: steps between two checkpoints.
       restored_step: step of the checkpoint that the phase goes on from; None begins it.
+      writes: False in the other processes of a run, which leave the file to the first one.
     """
     self._workdir, self._phase, self._tokenizer = workdir, phase, tokenizer
     self._periods = (every, max(1, steps // 3))
     self._last: tuple[int, Trajectory] | None = None
-    drop_lines_after(workdir / EPISODES_FILE, phase, restored_step)
+    self._writes = writes
+    if writes:
+      drop_lines_after(workdir / EPISODES_FILE, phase, restored_step)
 
   def after(self, step: int, trajectory: Trajectory) -> None:
     """Offers an episode of `step`; keeps it if one is due."""
@@ -45,6 +56,8 @@ class EpisodeSamples:
 
   def keep(self, step: int, trajectory: Trajectory) -> None:
     """Appends an episode to the record."""
+    if not self._writes:
+      return
     segments = episode_segments(trajectory, self._tokenizer)
     append_episode(self._workdir, self._phase, step, trajectory.reward, trajectory.status.value, segments)
 

@@ -27,6 +27,7 @@ class RunLog:
     every: int = 1,
     max_skipped_updates: int = 10,
     facts: Mapping[str, str] | None = None,
+    writes: bool = True,
   ):
     """Opens the metrics file, without its lines beyond `restored_step`.
 
@@ -39,21 +40,24 @@ class RunLog:
       every: steps between two written lines; every step reaches the display.
       max_skipped_updates: steps in a row whose updates are not finite, from which on the phase has `diverged`.
       facts: display names of metrics, as in {"reward": "reward_mean"}.
+      writes: False in the other processes of a run, which leave files and display to the first one.
     """
-    self._writer = MetricsWriter(workdir, phase, restored_step=restored_step)
-    self._progress = Progress(phase, total=total, start=start)
+    self._writer = MetricsWriter(workdir, phase, restored_step=restored_step) if writes else None
+    self._progress = Progress(phase, total=total, start=start) if writes else None
     self._delayed = DelayedFetch()
     self._every, self._names = every, dict(facts or {})
     self._facts: dict[str, Any] = {}
     self._health, self._max_skipped_updates = Health(), max_skipped_updates
 
   def __enter__(self) -> RunLog:
-    self._progress.__enter__()
+    if self._progress is not None:
+      self._progress.__enter__()
     return self
 
   def __exit__(self, *exception: object) -> None:
-    self._progress.__exit__(*exception)
-    self._writer.close()
+    if self._writer is not None:
+      self._progress.__exit__(*exception)
+      self._writer.close()
 
   def push(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Keeps the metrics of `step`, and logs those of the step before, which has long finished."""
@@ -75,7 +79,8 @@ class RunLog:
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Writes a line of its own, as an evaluation does."""
-    self._writer.write(step, metrics)
+    if self._writer is not None:
+      self._writer.write(step, metrics)
 
   def note(self, **facts: Any) -> None:
     """Sets facts that the display shows from now on."""
@@ -87,6 +92,8 @@ class RunLog:
 
       # An alarm is said as it begins, and stands in the line of its step, whichever lines are written.
       alarms = self._health.look(metrics)
+      if self._writer is None:
+        continue
       for alarm in alarms:
         level = logging.WARNING if alarm.level == "warning" else logging.INFO
         logging.log(level, "Step %d: %s", step, alarm.text)

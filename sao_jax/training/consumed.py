@@ -44,7 +44,7 @@ class Record:
     """Removes the later steps: a run that goes on from `step` makes them anew."""
     for path in self.directory.glob("*.npz"):
       if int(path.name.split(".")[0]) > step:
-        path.unlink()
+        path.unlink(missing_ok=True)  # every process of a run removes them
 
   def missing(self, steps: int) -> list[int]:
     """Returns those of the steps 1 ... `steps` that were not recorded."""

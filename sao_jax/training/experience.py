@@ -21,8 +21,8 @@ from sao_jax.config import RunConfig, ValuePretrainingConfig
 from sao_jax.episode import BadPrompt, PromptKey, Trajectory
 from sao_jax.errors import ConfigError
 from sao_jax.interrupt import StopSignal
-from sao_jax.learner.batches import Batch, packed_batch
-from sao_jax.learner.setup import Learner
+from sao_jax.learner.batches import Batch, agreed_batch
+from sao_jax.learner.setup import Learner, share_of_batch
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
 from sao_jax.training import phases
 from sao_jax.training.demonstrations import Demonstrations
@@ -114,7 +114,8 @@ class Experience:
     """
     self._rollouts, self._learner, self._demonstrations = rollouts, learner, demonstrations
     self._settings: ValuePretrainingConfig = learner.config.value_pretraining
-    self.store = Store(self._settings.store_trajectories, self._settings.heldout_fraction)
+    self._size = share_of_batch(learner.config, learner.processes.count).batch_size
+    self.store = Store(self._settings.store_trajectories // learner.processes.count, self._settings.heldout_fraction)
     self._step = first_step
     self._fresh: list[Trajectory] = []  # of the batch in training
     self._shown = None if demonstrations is None else demonstrations.prompts.get_state()
@@ -145,11 +146,11 @@ class Experience:
     """Returns the batch of the next step; None once an interruption was requested while waiting for it."""
     self._rollouts.check()
     if self.interrupt.requested:
-      return None
-    size, after = self._learner.config.rollout.batch_size, self._step - self._settings.demonstration_steps
+      return agreed_batch(self._learner, None)
+    after = self._step - self._settings.demonstration_steps
     if after < 0:
-      demonstrations = [_as_of(version, trajectory) for trajectory in self._demonstrations.batch(size)]
-      return packed_batch(self._learner, demonstrations)
+      demonstrations = [_as_of(version, trajectory) for trajectory in self._demonstrations.batch(self._size)]
+      return agreed_batch(self._learner, demonstrations)
 
     # A fresh batch, which waits for rollouts, or one of the passes over those of before.
     if after % self._settings.passes == 0 or not len(self.store):
@@ -157,7 +158,7 @@ class Experience:
       self._fresh = [] if batch is None else batch.trajectories
       return batch
     rng = np.random.default_rng([DRAWS, self._learner.config.training.seed, self._step])
-    return packed_batch(self._learner, self.store.draw(size, rng))
+    return agreed_batch(self._learner, self.store.draw(self._size, rng))
 
   def consumed(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """See `Rollouts.consumed`; says how many of the trajectories are demonstrations."""

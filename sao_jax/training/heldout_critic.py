@@ -14,7 +14,8 @@ from sao_jax.algorithm.tokens import token_values, trained_tokens
 from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.episode import Trajectory
 from sao_jax.learner.batches import packed_batch
-from sao_jax.learner.setup import Learner, micro_batches
+from sao_jax.learner.setup import Learner, micro_batches, share_of_batch
+from sao_jax.parallel.feeding import everywhere
 from sao_jax.report.run_log import RunLog
 from sao_jax.training.phases import HELDOUT_VARIANCE
 from sao_jax.types import PyTree, TrainState, TrajectoryBatch
@@ -49,11 +50,14 @@ class HeldoutCritic:
 
   def after(self, step: int, state: TrainState) -> None:
     """Measures the critic of a state if that is due, and waits for it."""
-    if step % self._every or not self._trajectories:
+    if step % self._every:
+      return
+    count = sum(self._learner.processes.gather("held-out trajectories", len(self._trajectories)))
+    if not count:
       return
     variance = heldout_variance(self._learner, self._read, state.critic.params, self._trajectories)
     self.variances.append(variance)
-    self._log.write(step, {HELDOUT_VARIANCE: variance, "heldout_trajectories": len(self._trajectories)})
+    self._log.write(step, {HELDOUT_VARIANCE: variance, "heldout_trajectories": count})
     self._log.note(heldout_ev=variance)
 
 
@@ -78,10 +82,12 @@ def make_reader(learner: Learner) -> Reader:
 
 def heldout_variance(learner: Learner, read: Reader, params: PyTree, trajectories: Sequence[Trajectory]) -> float:
   """1 - Var(R - V) / Var(R) over the sampled tokens of trajectories, a batch at a time; NaN without variance."""
-  size, errors, returns = learner.config.rollout.batch_size, [], []
-  for start in range(0, len(trajectories), size):
+  processes = learner.processes
+  size, errors, returns = share_of_batch(learner.config, processes.count).batch_size, [], []
+  replicated = learner.layout.sharding() if processes.count > 1 else None
+  for start in range(0, processes.max("held-out trajectories of one process", len(trajectories)), size):
     rows = packed_batch(learner, trajectories[start : start + size]).rows
-    values, targets, mask = jax.device_get(read(params, rows))
+    values, targets, mask = everywhere(read(params, rows), replicated)
     errors.append((targets - values)[mask])
     returns.append(targets[mask])
 

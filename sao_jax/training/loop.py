@@ -28,6 +28,7 @@ from sao_jax.learner.compilation import CompiledSteps
 from sao_jax.learner.packing import check_row_counts
 from sao_jax.learner.sampler_side import make_publisher, make_service
 from sao_jax.learner.setup import Learner, make_learner, rows_multiple
+from sao_jax.parallel.agreement import shared_stop
 from sao_jax.report.episode_samples import EpisodeSamples
 from sao_jax.report.metrics import evaluated_versions
 from sao_jax.report.run_log import RunLog
@@ -36,7 +37,9 @@ from sao_jax.training import phases
 from sao_jax.training.experience import Experience, make_experience
 from sao_jax.training.heap import frozen_heap
 from sao_jax.training.heldout_critic import HeldoutCritic
+from sao_jax.training.host_shares import share_host_state
 from sao_jax.training.phases import Phase, Start
+from sao_jax.training.process_metrics import reduced
 from sao_jax.training.profile import Profile
 from sao_jax.training.rollouts import Rollouts, make_rollouts
 from sao_jax.training.run_folder import open_run
@@ -129,7 +132,12 @@ def run_phase(
   settings = config.training
   with (
     open_run(recorded or config, workdir) as record,
-    Checkpointer(workdir / phase.name, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
+    Checkpointer(
+      workdir / phase.name,
+      keep=settings.keep_checkpoints,
+      every=settings.checkpoint_every,
+      share=functools.partial(share_host_state, processes=learner.processes),
+    ) as checkpointer,
     Interrupt(saves=False) as interrupt,
   ):
     with announced("Making or restoring the networks"):
@@ -137,7 +145,7 @@ def run_phase(
     if phase.policy_steps:
       learner = phases.settle_objective(learner, critic_pretrained=start.critic_pretrained)
     record()
-    if _is_finished(config, workdir, phase, start):
+    if _is_finished(learner, workdir, phase, start):
       logging.info("%s: all steps are done (%d), there is nothing left to do.", phase.name, start.step)
       return Result(start.state, start.step, interrupted=False, evaluation=None)
     result = _run(config, learner, workdir, phase, start, checkpointer, interrupt)
@@ -158,23 +166,27 @@ def _run(
   interrupt: Interrupt,
 ) -> Result:
   """Trains from `start` to the end of the phase."""
+  # All processes stop together; each has rollouts, a sampler and a share of the prompts of its own.
+  processes, stop = learner.processes, shared_stop(interrupt, learner.processes)
+
   # The learner's state, and the sampler's own copy of the policy.
   step, state, version = start.step, start.state, phase.version(start.step)
   publish = make_publisher(learner)
   weights = publish(state.policy.params)
 
-  samples = _make_samples(config, workdir, phase, start)
+  samples = _make_samples(config, workdir, phase, start, writes=processes.is_writer)
 
   # Train steps compile in the background, from here on, while the sampler warms up and is audited.
   with (
     CompiledSteps(learner, phase.kinds(step)) as train_step,
-    _make_log(config, workdir, phase, start) as log,
+    _make_log(config, workdir, phase, start, writes=processes.is_writer) as log,
     _make_service(config, phase, version, weights) as service,
     PinnedEvaluation(
       config,
-      interrupt,
+      stop,
       last_version=phase.policy_steps,
       service=service,
+      processes=processes,
       report=functools.partial(_report, log, samples),
     ) as evaluation,
     Profile(workdir / "profile", config.training.profile_steps) as profile,
@@ -184,25 +196,25 @@ def _run(
     interrupt.saves = True
     if config.training.audit:
       with announced("Comparing the sampler with the learner"):
-        audit_at_start(config, learner, service, state.policy.params, interrupt)
+        audit_at_start(config, learner, service, state.policy.params, stop)
 
     # Rollouts go on with those that were in progress; the version that a process starts with is evaluated too.
-    rollouts = _make_rollouts(learner, service, workdir, phase, start, interrupt, look=evaluation.check)
-    evaluation.begin(step, version, weights, measured=evaluated_versions(workdir, phase.name))
+    rollouts = _make_rollouts(learner, service, workdir, phase, start, stop, look=evaluation.check)
+    evaluation.begin(step, version, weights, measured=_measured(learner, workdir, phase))
 
     # From here on rollouts run in their threads, and what was trained is saved if anything fails.
     critic = _make_heldout_critic(learner, log, rollouts, start)
-    saver = Saver(checkpointer, phase, rollouts, log, start, heldout_variance=critic.variances)
+    saver = Saver(checkpointer, phase, rollouts, log, start, heldout_variance=critic.variances, processes=processes)
     saver.end_step(step, state)
     with rollouts, saver:
       while not phases.ended(config, phase, step, critic.variances):
-        # Take: waits for the trajectories that finish first; None once the process was asked to stop.
+        # Take: waits for the trajectories that finish first; None for all once a process was asked to stop.
         batch = rollouts.take(version)
         updates_policy = phase.updates_policy(step)
         if batch is None:
           break
         with rollouts.waits("compile"):
-          compiled = train_step.wait(batch.rows, update_policy=updates_policy, interrupt=interrupt, look=rollouts.check)
+          compiled = train_step.wait(batch.rows, update_policy=updates_policy, interrupt=stop, look=rollouts.check)
         if not compiled:
           break
 
@@ -212,7 +224,8 @@ def _run(
         with profile.step(step + 1):
           state, metrics = train_step(state, batch.rows, update_policy=updates_policy)
         step, version = step + 1, phase.version(step + 1)
-        log.push(step, metrics | rollouts.consumed(batch.trajectories) | {"policy_version": version})
+        of_hosts = reduced(processes, rollouts.consumed(batch.trajectories))
+        log.push(step, metrics | of_hosts | {"policy_version": version})
 
         # Publish: the sampler goes on with the old weights until the new ones are computed, or it would stall on them.
         weights = publish(state.policy.params) if updates_policy else None
@@ -237,16 +250,23 @@ def _run(
       evaluation.finish(version, look=rollouts.check)
     ended = phases.ended(config, phase, step, critic.variances)
     saver.save(ended=ended)
-  return Result(state, step, interrupt.requested and not (ended and evaluation.version is None), evaluation.last)
+  cut = stop.requested and not (ended and evaluation.version is None)
+  return Result(state, step, processes.any("the end of the phase", cut), evaluation.last)
 
 
-def _is_finished(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Start) -> bool:
+def _is_finished(learner: Learner, workdir: pathlib.Path, phase: Phase, start: Start) -> bool:
   """Tells whether a phase has nothing left to do: no step, and no evaluation of the last version."""
+  config = learner.config
   if not phases.ended(config, phase, start.step, start.heldout_variance):
     return False
   last = phase.version(start.step)
-  measured = not config.evaluation.every or not phase.policy_steps or last in evaluated_versions(workdir, phase.name)
+  measured = not config.evaluation.every or not phase.policy_steps or last in _measured(learner, workdir, phase)
   return measured and start.restored_step is not None
+
+
+def _measured(learner: Learner, workdir: pathlib.Path, phase: Phase) -> list[int]:
+  """Returns the policy versions whose held-out success is in the metrics, as the process that writes them reads it."""
+  return learner.processes.first("the versions evaluated", sorted(evaluated_versions(workdir, phase.name)))
 
 
 def _make_rollouts(
@@ -275,7 +295,7 @@ def _make_heldout_critic(learner: Learner, log: RunLog, rollouts: Rollouts | Exp
   return HeldoutCritic(learner, log, rollouts.heldout, every=every, known=start.heldout_variance)
 
 
-def _make_log(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Start) -> RunLog:
+def _make_log(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Start, *, writes: bool) -> RunLog:
   """Makes the metrics and the progress of a phase, from the step on where it starts."""
   return RunLog(
     workdir,
@@ -286,10 +306,13 @@ def _make_log(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Sta
     every=config.training.log_every,
     max_skipped_updates=config.training.max_skipped_updates,
     facts=FACTS,
+    writes=writes,
   )
 
 
-def _make_samples(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Start) -> EpisodeSamples:
+def _make_samples(
+  config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Start, *, writes: bool
+) -> EpisodeSamples:
   """Makes the keeper of the episodes that the report shows."""
   return EpisodeSamples(
     workdir,
@@ -298,6 +321,7 @@ def _make_samples(config: RunConfig, workdir: pathlib.Path, phase: Phase, start:
     steps=phase.steps,
     every=config.training.checkpoint_every,
     restored_step=start.restored_step,
+    writes=writes,
   )
 
 

@@ -16,8 +16,8 @@ from sao_jax.config import RunConfig
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.episode import PromptKey, Trajectory
 from sao_jax.interrupt import POLL, StopSignal
-from sao_jax.learner.batches import packed_batch, required_experts
-from sao_jax.learner.setup import Learner
+from sao_jax.learner.batches import agreed_batch, required_experts
+from sao_jax.learner.setup import Learner, share_of_batch
 from sao_jax.parallel.process import data_process_count, data_process_index
 from sao_jax.rollout.buffer import TrajectoryBuffer
 from sao_jax.rollout.ledger import Ledger
@@ -65,6 +65,7 @@ class Rollouts:
     deterministic: bool = False,
     look: Callable[[], None] = lambda: None,
     expectation: Expectation | None = None,
+    agree: Callable[[list[Trajectory] | None], Any] = lambda trajectories: trajectories,
   ):
     """Args:
     loop: the asynchronous loop, not started yet.
@@ -76,10 +77,12 @@ class Rollouts:
     deterministic: end, before a new version, what was begun under the old one.
     look: called now and then while waiting for a batch; may raise.
     expectation: of what the bounds on staleness do to the data; None expects nothing.
+    agree: makes of the trajectories that the buffer hands out, or of None, what `take` returns; in training the batch
+      of all processes, or None for all if one of them was asked to stop.
     """
     self.loop, self.interrupt, self.waits = loop, interrupt, Waits()
     self._batch_size, self._service, self._deterministic, self._look = batch_size, service, deterministic, look
-    self._record, self._step, self._expectation = record, first_step, expectation
+    self._record, self._step, self._expectation, self._agree = record, first_step, expectation, agree
     self._metrics: StepMetrics | None = None
 
   def __enter__(self) -> Rollouts:
@@ -97,7 +100,7 @@ class Rollouts:
     """Waits for the batch of the step that updates `version`.
 
     Returns:
-      What the buffer makes of its trajectories, in training a `Batch`; None once an interruption was requested.
+      What `agree` makes of the buffer's trajectories, in training a `Batch`; None once an interruption was requested.
 
     Raises:
       BaseException: what stopped the rollout side, or `look` raised, as itself.
@@ -107,13 +110,14 @@ class Rollouts:
       self.check()
       try:
         with self.waits("take"):
-          batch = self.loop.buffer.take(self._batch_size, version, timeout=POLL)
+          trajectories = self.loop.buffer.take(self._batch_size, version, timeout=POLL)
       except TimeoutError:
         self.check()  # a TimeoutError of the rollout side itself is not ours to swallow
         continue
 
-      return batch
-    return None
+      with self.waits("take"):
+        return self._agree(trajectories)
+    return self._agree(None)
 
   def consumed(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Takes note of what a step consumes; call it once per step, while the device computes it.
@@ -187,7 +191,7 @@ def make_rollouts(
     look: called now and then while waiting for a batch; may raise.
     is_heldout: True for prompts that are not trained on.
   """
-  rollout = learner.config.rollout
+  rollout = share_of_batch(learner.config, learner.processes.count)
   record = Record(workdir, phase)
   record.forget_after(step)
   return Rollouts(
@@ -201,6 +205,7 @@ def make_rollouts(
     look=look,
     # Nothing grows old under a policy that never changes.
     expectation=None if phase == VALUE_PRETRAINING else Expectation(rollout, _places(learner.config)),
+    agree=functools.partial(agreed_batch, learner),
   )
 
 
@@ -216,12 +221,9 @@ def make_rollout_loop(
   version: int,
   is_heldout: Callable[[PromptKey], bool] = lambda key: False,
 ) -> RolloutLoop:
-  """Makes the asynchronous loop of this process, not started, on its share of the training prompts.
-
-  Its buffer hands out packed rows on the learner's mesh, see `batches.Batch`.
-  """
-  config = learner.config
-  rollout, tokenizer = config.rollout, config.environment.tokenizer()
+  """Makes the asynchronous loop of this process, not started, on its share of the training prompts."""
+  config, tokenizer = learner.config, learner.config.environment.tokenizer()
+  rollout = share_of_batch(config, learner.processes.count)
 
   # From finished trajectories to batches.
   buffer = TrajectoryBuffer(
@@ -233,7 +235,6 @@ def make_rollout_loop(
     required_experts=required_experts(config),
     longest_context=max(rollout.row_lengths),
     version=version,
-    make_batch=functools.partial(packed_batch, learner),
   )
 
   # From prompts to finished trajectories.

@@ -6,10 +6,9 @@ import contextlib
 import pathlib
 from collections.abc import Callable, Iterator
 
-import jax
-
 from sao_jax.config import RunConfig
 from sao_jax.configuration.run_record import check_same_run, write_config
+from sao_jax.parallel.agreement import all_processes
 from sao_jax.run_lock import run_lock
 from sao_jax.training.phases import PHASES
 
@@ -24,13 +23,14 @@ def open_run(config: RunConfig, workdir: pathlib.Path) -> Iterator[Callable[[], 
   Raises:
     ConfigError: another process holds the folder, or it holds checkpoints of a run with another name or seed.
   """
-  first_process = jax.process_index() == 0
-  with run_lock(workdir, patience=config.training.lock_seconds, first_process=first_process):
+  processes = all_processes()
+  with run_lock(workdir, patience=config.training.lock_seconds, first_process=processes.is_writer):
+    processes.equal("the run", [config.name, config.training.seed, str(workdir)])  # and the first one holds the lock
     begun = any(step.name.isdigit() for phase in PHASES for step in (workdir / phase).glob("*"))
     check_same_run(config, workdir, begun=begun)
 
     def record() -> None:
-      if first_process:
+      if processes.is_writer:
         write_config(config, workdir)
 
     yield record

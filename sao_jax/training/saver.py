@@ -8,6 +8,7 @@ from absl import logging
 
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.errors import RunError
+from sao_jax.parallel.agreement import ALONE, Processes, ProcessFailed
 from sao_jax.report.run_log import RunLog
 from sao_jax.training.experience import Experience
 from sao_jax.training.phases import CRITIC_PRETRAINED, HELDOUT_VARIANCE, POLICY_ORIGIN, Phase, Start
@@ -38,6 +39,7 @@ class Saver:
     start: Start,
     *,
     heldout_variance: Sequence[float] = (),
+    processes: Processes = ALONE,
   ):
     """Args:
     checkpointer: of the phase.
@@ -46,21 +48,25 @@ class Saver:
     log: written out before a save.
     start: what later processes should know of how the phase began.
     heldout_variance: what was measured of the critic, a list that grows.
+    processes: those that save together.
     """
     self._checkpointer, self._phase, self._rollouts, self._log = checkpointer, phase, rollouts, log
-    self._start, self._heldout_variance = start, heldout_variance
+    self._start, self._heldout_variance, self._processes = start, heldout_variance, processes
     self._consistent: tuple[int, TrainState] | None = None
 
   def __enter__(self) -> Saver:
     return self
 
-  def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+  def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *unused: object) -> None:
     fails = kind is not None and issubclass(kind, Exception)  # a second Ctrl-C ends the program at once
     if not fails or self._consistent is None:
       return
 
     # Said when it is done; what failed first ends the run, not a save that fails as well.
     step, _ = self._consistent
+    if not self._others_save(step, error):
+      logging.error("Something failed; not all processes can save step %d, so it is not saved.", step)
+      return
     try:
       if not self.save():
         return
@@ -68,6 +74,12 @@ class Saver:
       logging.error("Something failed, and what was trained up to step %d could not be saved: %r.", step, error)
     else:
       logging.error("Something failed; what was trained is saved: step %d.", step)
+
+  def _others_save(self, step: int, error: BaseException) -> bool:
+    """Tells if the other processes save the same step now, as they must: each writes its part."""
+    if not isinstance(error, ProcessFailed):
+      self._processes.fail(error)  # or they would wait for the next decision
+    return self._processes.agree_after_failure(step)
 
   def begin_step(self) -> None:
     """Marks the state as about to be donated: nothing can be saved any more."""

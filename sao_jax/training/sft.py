@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -19,15 +20,18 @@ from sao_jax.config import RunConfig
 from sao_jax.configuration.paths import check_storable, expand
 from sao_jax.configuration.relations import validate
 from sao_jax.interrupt import Interrupt
-from sao_jax.learner.batches import packed_batch
+from sao_jax.learner.batches import agreed_batch
 from sao_jax.learner.lora_start import check_lora_scale
 from sao_jax.learner.packing import check_row_counts
 from sao_jax.learner.restoring import restore_state
 from sao_jax.learner.setup import abstract_network, make_learner, make_network_state, rows_multiple
+from sao_jax.parallel.agreement import shared_stop
 from sao_jax.report.run_log import RunLog
 from sao_jax.training import phases
 from sao_jax.training.demonstrations import Demonstrations
+from sao_jax.training.host_shares import share_host_state
 from sao_jax.training.origins import warn_of_later_phases
+from sao_jax.training.process_metrics import reduced
 from sao_jax.training.run_folder import open_run
 from sao_jax.training.saver import say_interrupted, skips, stop_if_diverged
 from sao_jax.training.step_metrics import StepClock
@@ -87,9 +91,15 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
 
   with (
     open_run(recorded, workdir) as record,
-    Checkpointer(workdir / phases.SFT, keep=settings.keep_checkpoints, every=settings.checkpoint_every) as checkpointer,
+    Checkpointer(
+      workdir / phases.SFT,
+      keep=settings.keep_checkpoints,
+      every=settings.checkpoint_every,
+      share=functools.partial(share_host_state, processes=learner.processes),
+    ) as checkpointer,
     Interrupt(saves=False) as interrupt,
   ):
+    processes, stop = learner.processes, shared_stop(interrupt, learner.processes)
     # Begin, or go on from the newest checkpoint: network and position in the prompts belong together.
     restored = restore_state(checkpointer, abstract_network(learner.policy, learner.layout))
     if restored is None or restored.step < config.sft.steps:
@@ -119,17 +129,22 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       every=settings.log_every,
       max_skipped_updates=settings.max_skipped_updates,
       facts=FACTS,
+      writes=processes.is_writer,
     ) as log:
-      while step < config.sft.steps and not interrupt.requested:
-        # Step: still running when the metrics of the step before are logged.
+      while step < config.sft.steps:
+        # Step: still running when the metrics of the step before are logged. All processes stop together.
         skipped = demonstrations.bad_prompts.count
-        batch = packed_batch(learner, demonstrations.batch())
+        shown = None if stop.requested else demonstrations.batch(config.sft.batch_size // processes.count)
+        batch = agreed_batch(learner, shown)
+        if batch is None:
+          break
         skipped = demonstrations.bad_prompts.count - skipped
         with first_uses(batch.rows.token_ids.shape, "Compiling the imitation step"):
           network, metrics = train_step(network, batch.rows)
         interrupt.saves = True
         step += 1
-        log.push(step, metrics | {"demonstrations_skipped": skipped} | clock.lap(batch.trajectories))
+        of_hosts = reduced(processes, {"demonstrations_skipped": skipped} | clock.lap(batch.trajectories))
+        log.push(step, metrics | of_hosts)
 
         # Save, if it is due.
         if checkpointer.due(step) and not skips(log, checkpointer):
@@ -143,6 +158,6 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       checkpointer.wait()
     saved = checkpointer.latest_step()
 
-  if interrupt.requested and step < config.sft.steps:
+  if step < config.sft.steps:
     say_interrupted(saved)
   return network.params

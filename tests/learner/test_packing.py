@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from toys import training_toy
 from toys.rollout_fakes import make_trajectory
+from toys.shared_store import SharedStore, together
 
 from sao_jax.config import MeshConfig
 from sao_jax.episode import PromptKey, Status, Trajectory
@@ -254,26 +255,72 @@ def test_groups_are_numbered_across_rows_with_nothing_on_padding():
   assert pack(trajectories, (8,), (4,)).group_ids is None
 
 
+def of_two_processes(config, trajectories):
+  """The rows of both, when each brings the same trajectories."""
+  learner = setup.make_learner(config, tuple(jax.devices()[:1]))
+
+  def rows(processes):
+    # On this one process, what another one holds is rows that have to travel.
+    return batches._packed_rows(dataclasses.replace(learner, processes=processes), trajectories)
+
+  return together(SharedStore(), 2, rows)
+
+
 def test_groups_of_processes_have_numbers_of_their_own(monkeypatch):
   config = training_toy.replace(training_toy.get_config(), rollout={"group_size": 2})
-  learner = setup.make_learner(config, tuple(jax.devices()[:1]))
+  monkeypatch.setattr(batches, "share_of_rows", lambda sharding, shape, process: process)
   trajectories = [dataclasses.replace(t, rollout_id=i, sample=i % 2) for i, t in enumerate(lengths(4, 5, 6, 3))]
-  first = packed_batch(learner, trajectories).rows.group_ids
-  monkeypatch.setattr(batches, "data_process_index", lambda: 1)
-  second = packed_batch(learner, trajectories).rows.group_ids
+  first, second = (rows.group_ids for rows in of_two_processes(config, trajectories))
   assert set(np.unique(first)) == {0, 1, 2} and set(np.unique(second)) == {0, 5, 6}  # a batch holds 4 trajectories
 
 
 def test_pieces_of_processes_have_numbers_and_rows_of_their_own(monkeypatch):
   config = training_toy.replace(training_toy.get_config(), rollout={"row_lengths": (8,), "row_counts": (8,)})
-  learner = setup.make_learner(config, tuple(jax.devices()[:1]))
+  monkeypatch.setattr(batches, "share_of_rows", lambda sharding, shape, process: process)
   trajectories = [segmented(0, 8, 8), segmented(1, 3)]
-  first = packed_batch(learner, trajectories).rows.pieces
-  monkeypatch.setattr(batches, "data_process_index", lambda: 1)
-  second = packed_batch(learner, trajectories).rows.pieces
+  first, second = (rows.pieces for rows in of_two_processes(config, trajectories))
   assert set(np.unique(first.ids)) == {0, 1, 2} and first.row[:2].tolist() == [0, 1]
-  assert set(np.unique(second.ids)) == {0, 25, 26} and second.row[:2].tolist() == [8, 9]  # behind 24 entries, 8 rows
-  assert second.trajectory.tolist() == first.trajectory.tolist() == [1, 1, *[0] * 22]
+  assert set(np.unique(second.ids)) == {0, 13, 14} and second.row[:2].tolist() == [4, 5]  # behind 12 entries, 4 rows
+  assert second.trajectory.tolist() == first.trajectory.tolist() == [1, 1, *[0] * 10]
+
+
+def test_processes_share_the_largest_bucket_that_any_of_them_needs(monkeypatch):
+  """Rows of 8 or 16 tokens, 8 or 16 of them in all: one has long trajectories, one many, one of them in pieces."""
+  config = training_toy.replace(training_toy.get_config(), rollout={"row_lengths": (8, 16), "row_counts": (8, 16)})
+  learner = setup.make_learner(config, tuple(jax.devices()[:1]))
+  monkeypatch.setattr(batches, "share_of_rows", lambda sharding, shape, process: None)
+  own = [lengths(12, 3), lengths(*[7] * 6)]
+
+  def rows(processes):
+    return batches._packed_rows(dataclasses.replace(learner, processes=processes), own[processes.index])
+
+  first, second = together(SharedStore(), 2, rows)
+  assert first.token_ids.shape == second.token_ids.shape == (4, 16) and first.pieces is second.pieces is None
+  assert [len(list(unpack(each))) for each in (first, second)] == [2, 6]
+
+  # Many short ones decide the number of rows, one that is cut that all have a table of pieces.
+  own[:] = [[segmented(0, 16, 16)], lengths(*[9] * 6)]
+  first, second = together(SharedStore(), 2, rows)
+  assert first.token_ids.shape == second.token_ids.shape == (8, 16)
+  assert first.pieces.ids.any() and second.pieces is not None and not second.pieces.ids.any()
+
+  # One that is asked to stop stops all.
+  own[0] = None
+  assert together(SharedStore(), 2, rows) == [None, None]
+
+
+def test_a_batch_that_does_not_divide_over_the_processes_is_refused_by_name():
+  config = training_toy.get_config()  # 4 trajectories, 8 rows
+  for changes, count, field in (
+    ({}, 3, "rollout.batch_size"),
+    ({"group_size": 2}, 4, "rollout.batch_size"),
+    ({"row_counts": (6,)}, 4, "rollout.row_counts"),
+  ):
+    with pytest.raises(ConfigError, match=f"does not divide over {count}") as error:
+      setup.check_shares(training_toy.replace(config, rollout=changes), count)
+    assert error.value.field == field
+  setup.check_shares(config, 4)
+  assert setup.share_of_batch(config, 4).batch_size == 1
 
 
 class _Programs:

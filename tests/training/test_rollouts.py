@@ -51,7 +51,6 @@ class Service:
 def make(record=None, interrupt=None, look=lambda: None, delay=0.0, **config) -> tuple[Rollouts, Service]:
   sampler = Sampler(delay=lambda rollout_id: delay)
   loop = make_loop(sampler=sampler, **config)
-  loop.buffer._make_batch = Batch
   service = Service(loop, sampler)
   deterministic = config.get("deterministic", False)
   return (
@@ -64,6 +63,7 @@ def make(record=None, interrupt=None, look=lambda: None, delay=0.0, **config) ->
       first_step=7,
       deterministic=deterministic,
       look=look,
+      agree=lambda trajectories: None if trajectories is None else Batch(trajectories),
     ),
     service,
   )

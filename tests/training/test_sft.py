@@ -18,15 +18,17 @@ def test_ctrl_c_and_the_same_command_again_leave_no_trace(tmp_path, monkeypatch)
   monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
   config = training_toy.replace(training_toy.get_config(), sft={"steps": 4}, training={"checkpoint_every": 1000})
   expected = jax.device_get(sft.sft(config, tmp_path / "expected"))
-  pack, packed = sft.packed_batch, []
+  pack, packed = sft.agreed_batch, []
 
   def pack_and_interrupt(learner, trajectories):
+    if trajectories is None:  # it was asked to stop
+      return pack(learner, trajectories)
     packed.append([trajectory.token_ids.tolist() for trajectory in trajectories])
     if len(packed) == 2:
       signal.raise_signal(signal.SIGINT)
     return pack(learner, trajectories)
 
-  monkeypatch.setattr(sft, "packed_batch", pack_and_interrupt)
+  monkeypatch.setattr(sft, "agreed_batch", pack_and_interrupt)
   workdir = tmp_path / "interrupted"
   halfway = jax.device_get(sft.sft(config, workdir))
   assert phases.latest_step(workdir / phases.SFT) == 2

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from launch import EXIT_INTERRUPTED, _compilation_cache
-from launch._processes import define_flags, joined, read_flags
+from launch._processes import define_flags, joined, joining_of
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree, field_values
 from sao_jax.configuration.listing import listing
@@ -220,7 +220,7 @@ def read(
     steps = flag_values["profile_steps"].value
     overrides["training.profile_steps"] = field_values.parse(steps, annotation, "training.profile_steps")
   config = with_folder_shape(config_tree.replace(unchanged, overrides), overrides)
-  return CommandLine(config, unchanged, flag_values["workdir"].value, frozenset(overrides), read_flags(flag_values))
+  return CommandLine(config, unchanged, flag_values["workdir"].value, frozenset(overrides), joining_of(flag_values))
 
 
 def _recorded(argv: Sequence[str], *, viewing: bool, configured: bool) -> RunConfig:

@@ -33,7 +33,7 @@ def define_flags(flag_values: flags.FlagValues) -> None:
   )
 
 
-def read_flags(flag_values: flags.FlagValues) -> Joining | None:
+def joining_of(flag_values: flags.FlagValues) -> Joining | None:
   """Returns the place that flags or variables name, see `joining`; raises ConfigError for half of one."""
   return joining(*(flag_values[flag].value for flag in FLAGS))
 

@@ -125,7 +125,7 @@ create() {
 install() {
   local folder archive
   [[ -z "$(git -C "$repository" status --porcelain --untracked-files=no)" || "$commit" != HEAD ]] ||
-    echo "Note: what is not committed is not installed."
+    echo "Note: what is not committed is not installed." >&2
   folder="sao_jax-$(full_commit)"
   archive="$(mktemp -d)/$folder.tar.gz"
   git -C "$repository" archive --format=tar.gz --prefix="$folder/" -o "$archive" "$(full_commit)"

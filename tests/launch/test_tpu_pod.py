@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import shlex
@@ -9,6 +10,7 @@ import subprocess
 import time
 
 import pytest
+import yaml
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent.parent
 SCRIPT = REPOSITORY / "launch" / "tpu_pod.sh"
@@ -64,7 +66,7 @@ def script(machine: pathlib.Path, *arguments: str, status: int = 0) -> str:
   environment = os.environ | {"PATH": f"{machine}:{os.environ['PATH']}", "VIRTUAL_ENV": str(machine)}
   done = subprocess.run([SCRIPT, *arguments], env=environment, capture_output=True, text=True, timeout=60)
   assert done.returncode == status, done.stdout + done.stderr
-  return done.stdout + done.stderr
+  return done.stderr if status else done.stdout
 
 
 def verbs(machine: pathlib.Path) -> list[str]:
@@ -159,3 +161,22 @@ def test_bad_input_is_refused_with_a_remedy_before_gcloud_is_asked(machine, argu
   told = script(machine, *arguments, status=1)
   assert told.startswith("error: ") and named in told
   assert not (machine / "calls").exists()
+
+
+def test_the_job_file_of_gke_asks_for_the_hosts_of_its_slice():
+  """As many pods as the topology has hosts, each with all chips of a host; what they run is a command of ours."""
+  job = yaml.safe_load((REPOSITORY / "launch" / "gke" / "jobset.yaml").read_text())
+  (slices,) = job["spec"]["replicatedJobs"]
+  hosts = slices["template"]["spec"]
+  pod = hosts["template"]["spec"]
+  (container,) = pod["containers"]
+  chips = math.prod(int(side) for side in pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"))
+  assert hosts["parallelism"] == hosts["completions"] == chips // container["resources"]["limits"]["google.com/tpu"]
+  assert hosts["backoffLimit"] == 0  # one worker alone cannot come back
+
+  program, *flags = container["args"]
+  assert (REPOSITORY / "launch" / f"{program.removeprefix('launch.')}.py").is_file()
+  config = next(flag for flag in flags if flag.startswith("--config=")).partition("=")[2]
+  assert (REPOSITORY / config).is_file()
+  mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+  assert any(flag.startswith(f"--workdir={mount}/") for flag in flags for mount in mounts)

@@ -126,10 +126,14 @@ def kernel_flops(program: Program, kernel: Instruction) -> float:
     return 0.0
   q, k, v = wide[:3]
   scores = math.prod(q[:-1]) * k[-2] / 2  # half of them lie before the query
-  fused = "dkv" in name and any(array.shape == q for array in kernel.arrays)
+  fused = "dkv" in name and any(len(shape) > len(q) and shape[-len(q) :] == q for shape in _shapes(kernel))
   part = "fwd" if "fwd" in name else "dq" if "dq" in name else "fused" if fused else "dkv"
   on_keys = {"fwd": 1, "dq": 2, "dkv": 2, "fused": 3}[part]
   return 2.0 * scores * (on_keys * q[-1] + (ATTENTION_PRODUCTS[part] - on_keys) * v[-1])
+
+
+def _shapes(instruction: Instruction) -> list[tuple[int, ...]]:
+  return [array.shape for array in instruction.arrays]
 
 
 def _is_wide(instruction: Instruction) -> bool:

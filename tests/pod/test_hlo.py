@@ -108,6 +108,29 @@ def test_a_convolution_that_is_a_batched_product():
   assert product.flops == 2 * 2 * 256 * 64 * (2 * 128)
 
 
+@pytest.mark.parametrize(
+  "kernel, result, products_of_scores",
+  [
+    ("splash_mha_fwd_segmented_residuals.3", "bf16[4,256,128]", 2),
+    ("splash_mha_dq_segmented_no_residuals", "bf16[4,256,128]", 3),
+    ("splash_mha_dkv_segmented_no_residuals", "(f32[128,128], bf16[2,512,128], bf16[2,512,128])", 4),
+    ("splash_mha_dkv_segmented_no_residuals.1", "(bf16[2,4,256,128], bf16[2,512,128], bf16[2,512,128])", 5),
+  ],
+)
+def test_kernels_of_attention_count_half_of_their_scores(kernel, result, products_of_scores):
+  """256 queries of 4 heads, the last chunks of a row among them, and 512 keys: causal, so half of the pairs."""
+  text = f"""ENTRY %main (q: bf16[4,256,128]) -> bf16[4,256,128] {{
+  %table = s32[1,2,4]{{2,1,0}} parameter(3)
+  %q = bf16[4,256,128]{{2,1,0}} parameter(0)
+  %k = bf16[2,512,128]{{2,1,0}} parameter(1)
+  %v = bf16[2,512,128]{{2,1,0}} parameter(2)
+  ROOT %{kernel} = {result} custom-call(%table, %q, %k, %v), custom_call_target="tpu_custom_call"
+}}
+"""
+  (product,) = products(parse(text))
+  assert product.flops == products_of_scores * 2 * 4 * 256 * 512 * 128 / 2 and product.is_attention
+
+
 def test_a_compiled_program_is_read():
   """XLA's own text: two products in a loop of five rounds."""
 

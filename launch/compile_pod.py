@@ -20,7 +20,7 @@ from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
 from sao_jax.pod.chips import chip_of
 from sao_jax.pod.compilations import PROGRAMS, PUBLISHED_RUNS, Request, compile_all, compile_here
-from sao_jax.pod.tables import advice, tables
+from sao_jax.pod.tables import advice, tables, together, together_table
 
 WIDTH = 150  # of tables in files, in characters
 
@@ -67,7 +67,10 @@ def main() -> int:
     for part in (*tables(result), *advice(result)):
       console.print(part, markup=False)
     if _JSON.value:
-      pathlib.Path(_JSON.value).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+      figures = {"programs": results, "together": together(results)}
+      pathlib.Path(_JSON.value).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+  if together(results):
+    console.print(together_table(together(results)))
   return int(not all(result["fits"] for result in results))
 
 

@@ -109,13 +109,13 @@ def _sampler(name: str, config: RunConfig, topology: str) -> Lowered:
 
 
 def _publish(config: RunConfig, topology: str) -> Lowered:
-  """The sampler's copy of the policy, made on the learner's devices."""
+  """The sampler's copy of the policy, made on the learner's devices; for samplers elsewhere, before it travels."""
   learner = _learner(config, topology)
   params = abstract_state(learner).policy.params
   specs = {name: spec for name, spec in learner.policy.specs.items() if name != "lora"}
   dtypes = jax.tree.map(lambda spec: spec.compute_dtype or config.model.dtype, specs)
-  mesh = make_sampler_mesh(config, topology_devices(topology)) or learner.mesh
-  target = Layout(mesh, SAMPLER_RULES).param_shardings(specs)
+  own_mesh = getattr(config.sampler, "mesh", None) is not None or config.rollout.placement == "split"
+  target = (learner.layout if own_mesh else Layout(learner.mesh, SAMPLER_RULES)).param_shardings(specs)
   publish = jax.jit(make_publish(target, dtypes, prepare=merge_lora), out_shardings=target)
   resident = {"policy": bytes_per_chip(params)}
   return Lowered(lambda: publish.lower(params), learner.mesh, 0, 0.0, 1, resident)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -65,6 +65,45 @@ def _summary(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
       yield "model-FLOP utilisation", "{:.1%} at peak rates, {:.1%} expected".format(*used)
   seconds = f"{figures['lower_seconds']:.0f} + {figures.get('compile_seconds', 0):.0f} s"
   yield "lowered and compiled", f"{seconds}, {figures['rss_bytes'] / 1e9:.1f} GB"
+
+
+def together(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Adds up what lies in a chip at the same time, for each run: a dict per kind of chip, in bytes.
+
+  On the learner, the step that needs most; on a sampler, its largest program and a second copy of the parameters, which
+  arrives while the first one is in use. Where both are the same devices, all of it.
+  """
+  sums = []
+  for run in dict.fromkeys(each["run"] for each in results if each.get("peak_bytes") is not None):
+    own = [each for each in results if each.get("run") == run and each.get("peak_bytes") is not None]
+    learns = [each for each in own if each["program"].endswith("step")]
+    samples = [each for each in own if each["program"] in ("decode", "prefill")]
+    parts = [_side(f"{run}: learner", learns, {})] if learns else []
+    if samples:
+      copy = samples[0]["resident_bytes"]["parameters"]
+      parts.append(_side(f"{run}: sampler", samples, {"parameters that arrive": copy}))
+    if learns and samples and learns[0]["topology"] == samples[0]["topology"]:
+      # A step leaves the cache and the sampler's parameters where they are.
+      parts = [_side(f"{run}: learner and sampler", learns, samples[0]["resident_bytes"])]
+    sums += parts
+  return sums
+
+
+def _side(name: str, programs: Sequence[dict[str, Any]], beside: dict[str, int]) -> dict[str, Any]:
+  """The program with the highest peak, and what lies beside it."""
+  largest = max(programs, key=lambda each: each["peak_bytes"])
+  parts = {f"peak of {largest['program']}": largest["peak_bytes"]} | beside
+  total, limit = sum(parts.values()), largest["hbm_limit_bytes"]
+  return {"name": name, "parts": parts, "total_bytes": total, "hbm_limit_bytes": limit, "fits": total <= limit}
+
+
+def together_table(sums: Sequence[dict[str, Any]]) -> Table:
+  """Shows `together`."""
+  table = Table("chip", "GiB", "of", "parts", title="together in a chip")
+  for row in sums:
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in row["parts"].items())
+    table.add_row(row["name"], f"{row['total_bytes'] / GIB:.2f}", f"{row['hbm_limit_bytes'] / GIB:.2f}", parts)
+  return table
 
 
 def _arrays(figures: dict[str, Any]) -> list[tuple[str, ...]]:

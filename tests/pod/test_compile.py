@@ -15,7 +15,7 @@ from sao_jax.configuration.relations import validate
 from sao_jax.huggingface.published import total_params
 from sao_jax.pod import measure
 from sao_jax.pod.compilations import PROGRAMS, PUBLISHED_RUNS, topology_of_sampler
-from sao_jax.pod.tables import advice, tables
+from sao_jax.pod.tables import advice, tables, together, together_table
 
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `aot`) is not installed"
@@ -79,6 +79,23 @@ def test_the_sampler_has_a_topology_of_its_own():
 
     sampler = dataclasses.replace(config.sampler, mesh=MeshConfig(fsdp=1, tensor=4))
     assert topology_of_sampler(dataclasses.replace(config, sampler=sampler), "v5p:4x4x4") == "v5p:2x2x1"
+
+
+def test_what_lies_in_a_chip_together():
+  figures = lambda program, topology, peak, resident: {
+    "run": "a", "program": program, "topology": topology, "peak_bytes": peak, "hbm_limit_bytes": 100, "fits": True,
+    "resident_bytes": resident,
+  }  # fmt: skip
+  step = figures("step", "v5p:4x4x4", 70, {"policy": 10})
+  decode = figures("decode", "v5p:4x4x4", 45, {"parameters": 15, "cache and slots": 20})
+  (both,) = together([step, decode])
+  assert both["total_bytes"] == 70 + 15 + 20 and not both["fits"]
+  learner, sampler = together([step, decode | {"topology": "v5p:2x2x1"}])
+  assert (learner["total_bytes"], sampler["total_bytes"]) == (70, 45 + 15) and learner["fits"] and sampler["fits"]
+  console = rich.console.Console(file=io.StringIO(), width=150)
+  console.print(together_table([both]))
+  assert "peak of step" in console.file.getvalue()
+  assert together([{"program": "step", "fits": False, "message": "it broke"}]) == []
 
 
 TOO_LARGE = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \

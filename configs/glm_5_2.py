@@ -27,7 +27,7 @@ def get_config() -> RunConfig:
   return dataclasses.replace(
     base,
     name="glm_5_2",
-    model=dataclasses.replace(PUBLISHED["GLM-5.2"].model, remat="attention"),
+    model=dataclasses.replace(PUBLISHED["GLM-5.2"].model, remat="full"),
     algorithm=AlgorithmConfig(micro_batches=2),
     mesh=MeshConfig(data=1, fsdp=8, expert=8, context=8),
     sampler=dataclasses.replace(base.sampler, num_slots=512),

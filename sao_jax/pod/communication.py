@@ -44,7 +44,7 @@ class Collective:
   group: int
   array: Array
   wire_bytes: float
-  runs: int
+  runs: float
   op_name: str
 
 
@@ -129,7 +129,7 @@ def _channel(instruction: Instruction) -> str | None:
   return match[1] if match else None
 
 
-def _collective(program: Program, instruction: Instruction, runs: int, mesh: Mapping[str, int]) -> Collective:
+def _collective(program: Program, instruction: Instruction, runs: float, mesh: Mapping[str, int]) -> Collective:
   """Reads one instruction."""
   kind, results = _kind(instruction), instruction.arrays
   if instruction.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):

@@ -114,14 +114,14 @@ class Program:
   Attributes:
     computations: the instructions of each computation, in order.
     entry: the name of the one that runs first.
-    runs: how often a computation runs; every branch of a conditional counts as taken.
+    runs: how often a computation runs; of a branch of a conditional, the share that `parse` was told.
     fused: the computations inside fusions, reductions and the like, whose results live in no memory of their own.
     unknown_loops: names of the loops whose number of rounds depends on data.
   """
 
   computations: Mapping[str, tuple[Instruction, ...]]
   entry: str
-  runs: Mapping[str, int]
+  runs: Mapping[str, float]
   fused: frozenset[str]
   unknown_loops: tuple[str, ...]
 
@@ -137,7 +137,7 @@ class Program:
     """The instructions that it reads."""
     return tuple(self.find(instruction.computation, name) for name in instruction.operands)
 
-  def instructions(self, *, fused: bool) -> Iterator[tuple[Instruction, int]]:
+  def instructions(self, *, fused: bool) -> Iterator[tuple[Instruction, float]]:
     """Yields every instruction that runs, and how often; without those inside fusions unless `fused`."""
     for name, body in self.computations.items():
       if self.runs.get(name) and (fused or name not in self.fused):
@@ -158,13 +158,14 @@ def arrays_of(type_text: str) -> tuple[Array, ...]:
   )
 
 
-def parse(text: str, *, unknown_trips: int = 1) -> Program:
+def parse(text: str, *, unknown_trips: int = 1, branch_share: float = 1.0) -> Program:
   """Reads the text of an optimised program.
 
   Args:
     text: as `compiled.as_text()` returns it.
     unknown_trips: rounds of a loop in the entry computation whose number depends on data, as that of decode does;
       such a loop inside another one counts as one round.
+    branch_share: share of the runs of a conditional in which each of its branches is taken; 1: every one, always.
 
   Raises:
     ValueError: the text has no entry computation.
@@ -185,7 +186,7 @@ def parse(text: str, *, unknown_trips: int = 1) -> Program:
     raise ValueError("this is no program: no line begins with ENTRY")
 
   bodies = {name: tuple(body) for name, body in computations.items()}
-  runs, unknown = _count_runs(bodies, entry, unknown_trips)
+  runs, unknown = _count_runs(bodies, entry, unknown_trips, branch_share)
   return Program(bodies, entry, runs, _fused(bodies), unknown)
 
 
@@ -233,8 +234,8 @@ def trip_count(loop: Instruction, computations: Mapping[str, tuple[Instruction, 
 
 
 def _count_runs(
-  computations: Mapping[str, tuple[Instruction, ...]], entry: str, unknown_trips: int
-) -> tuple[dict[str, int], tuple[str, ...]]:
+  computations: Mapping[str, tuple[Instruction, ...]], entry: str, unknown_trips: int, branch_share: float
+) -> tuple[dict[str, float], tuple[str, ...]]:
   """The number of runs of each computation, callers before the called; and the loops of unknown length."""
   order: list[str] = []
   seen: set[str] = set()
@@ -248,11 +249,11 @@ def _count_runs(
       stack.append((name, True))
       stack += [(callee, False) for each in computations[name] for _, callee in each.called()]
 
-  runs: dict[str, int] = collections.defaultdict(int, {entry: 1})
+  runs: dict[str, float] = collections.defaultdict(int, {entry: 1})
   unknown = []
   for name in reversed(order):
     for instruction in computations[name]:
-      trips = 1
+      trips = branch_share if instruction.opcode == "conditional" and branch_share != 1 else 1
       if instruction.opcode == "while":
         known = trip_count(instruction, computations)
         if known is None:

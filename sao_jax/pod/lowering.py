@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
-from sao_jax.config import MeshConfig, RunConfig
+from sao_jax.config import MeshConfig, ModelConfig, RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.learner.batches import abstract_rows
 from sao_jax.learner.placement import make_sampler_mesh
@@ -34,6 +34,7 @@ class Lowered:
     tokens: that one run consumes or samples, on all chips.
     model_flops: that those need, on all chips.
     rounds: of a loop whose length depends on data: decode steps.
+    branch_share: share of the layers that take a branch: those with an indexer of their own.
     resident: bytes per chip of what must stay beside it or is its input, by name.
   """
 
@@ -42,6 +43,7 @@ class Lowered:
   tokens: int
   model_flops: float
   rounds: int
+  branch_share: float
   resident: dict[str, int]
 
 
@@ -62,6 +64,11 @@ def bytes_per_chip(tree: PyTree) -> int:
   """Returns the bytes of one device's parts of abstract arrays that have shardings."""
   size = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
   return sum(map(size, jax.tree.leaves(tree)))
+
+
+def _indexer_share(model: ModelConfig) -> float:
+  """The share of layers with an indexer, 1 where none reads the choice of another."""
+  return model.indexer_types.count("full") / model.num_layers if model.indexer_types else 1.0
 
 
 def _learner(config: RunConfig, topology: str) -> Learner:
@@ -86,7 +93,15 @@ def _train_step(config: RunConfig, topology: str, *, update_policy: bool) -> Low
   if state.critic is not None:
     resident["critic and its optimiser"] = bytes_per_chip(state.critic)
   step = make_step(learner, update_policy=update_policy, rows=batch)
-  return Lowered(lambda: step.lower(state, rows), learner.mesh, batch * length, per_token * batch * length, 1, resident)
+  return Lowered(
+    lambda: step.lower(state, rows),
+    learner.mesh,
+    batch * length,
+    per_token * batch * length,
+    1,
+    _indexer_share(config.model),
+    resident,
+  )
 
 
 def _sampler(name: str, config: RunConfig, topology: str) -> Lowered:
@@ -104,6 +119,7 @@ def _sampler(name: str, config: RunConfig, topology: str) -> Lowered:
     tokens,
     flops * tokens,
     sampler.decode_steps if name == "decode" else 1,
+    _indexer_share(config.model),
     {"parameters": bytes_per_chip(engine.params), "cache and slots": bytes_per_chip(engine.state)},
   )
 
@@ -118,4 +134,4 @@ def _publish(config: RunConfig, topology: str) -> Lowered:
   target = (learner.layout if own_mesh else Layout(learner.mesh, SAMPLER_RULES)).param_shardings(specs)
   publish = jax.jit(make_publish(target, dtypes, prepare=merge_lora), out_shardings=target)
   resident = {"policy": bytes_per_chip(params)}
-  return Lowered(lambda: publish.lower(params), learner.mesh, 0, 0.0, 1, resident)
+  return Lowered(lambda: publish.lower(params), learner.mesh, 0, 0.0, 1, 1.0, resident)

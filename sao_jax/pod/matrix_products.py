@@ -34,7 +34,7 @@ class Product:
 
   flops: float
   passes: int
-  runs: int
+  runs: float
   kernel: str
   op_name: str
 
@@ -61,9 +61,9 @@ def products(program: Program) -> tuple[Product, ...]:
   return tuple(found)
 
 
-def kernels(program: Program) -> dict[str, int]:
+def kernels(program: Program) -> dict[str, float]:
   """Counts the runs of each Pallas kernel, by name."""
-  counts: dict[str, int] = {}
+  counts: dict[str, float] = {}
   for product in products(program):
     if product.kernel:
       counts[product.kernel] = counts.get(product.kernel, 0) + product.runs

@@ -71,7 +71,7 @@ def _memory(compiled: jax.stages.Compiled, chip: Chip) -> dict[str, Any]:
 
 def _costs(text: str, lowered: Lowered, chip: Chip) -> dict[str, Any]:
   """Arithmetic, traffic, communication, and the roofline of them."""
-  program = parse(text, unknown_trips=lowered.rounds)
+  program = parse(text, unknown_trips=lowered.rounds, branch_share=lowered.branch_share)
   found, sent = products(program), collectives(program, dict(lowered.mesh.shape))
   moved = traffic.hbm_bytes(program)
 
@@ -133,7 +133,7 @@ def _by_kind(sent: tuple[Collective, ...]) -> list[dict[str, Any]]:
         "kind": kind,
         "axes": axes,
         "group": members[0].group,
-        "runs": sum(each.runs for each in members),
+        "runs": round(sum(each.runs for each in members)),
         "wire_bytes": sum(each.runs * each.wire_bytes for each in members),
         "largest_bytes": largest.array.bytes,
         "largest": f"{largest.array} {largest.op_name}".strip(),

@@ -27,7 +27,7 @@ class Sized:
   array: Array
   opcode: str
   op_name: str
-  runs: int
+  runs: float
 
 
 def largest_arrays(program: Program, count: int = 12) -> list[Sized]:

@@ -38,6 +38,25 @@ def test_loops_are_multiplied_out():
   assert program.fused == {"fused"}
 
 
+def test_branches_run_in_the_share_that_is_told():
+  text = """%yes (x: f32[2]) -> f32[2] {
+  ROOT %x = f32[2]{0} parameter(0)
+}
+
+%no (x: f32[2]) -> f32[2] {
+  ROOT %x = f32[2]{0} parameter(0)
+}
+
+ENTRY %main (p: s32[], x: f32[2]) -> f32[2] {
+  %p = s32[] parameter(0)
+  %x = f32[2]{0} parameter(1)
+  ROOT %c = f32[2]{0} conditional(%p, %x, %x), branch_computations={%yes, %no}
+}
+"""
+  assert parse(text).runs == {"main": 1, "yes": 1, "no": 1}
+  assert parse(text, branch_share=0.25).runs == {"main": 1, "yes": 0.25, "no": 0.25}
+
+
 def test_products_and_kernels():
   found = products(parse(LOOPS))
   (dot,) = (each for each in found if not each.kernel)

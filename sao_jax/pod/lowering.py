@@ -92,16 +92,9 @@ def _train_step(config: RunConfig, topology: str, *, update_policy: bool) -> Low
   resident = {"policy and its optimiser": bytes_per_chip(state.policy), "batch": bytes_per_chip(rows)}
   if state.critic is not None:
     resident["critic and its optimiser"] = bytes_per_chip(state.critic)
-  step = make_step(learner, update_policy=update_policy, rows=batch)
-  return Lowered(
-    lambda: step.lower(state, rows),
-    learner.mesh,
-    batch * length,
-    per_token * batch * length,
-    1,
-    _indexer_share(config.model),
-    resident,
-  )
+  step, tokens = make_step(learner, update_policy=update_policy, rows=batch), batch * length
+  lower = lambda: step.lower(state, rows)
+  return Lowered(lower, learner.mesh, tokens, per_token * tokens, 1, _indexer_share(config.model), resident)
 
 
 def _sampler(name: str, config: RunConfig, topology: str) -> Lowered:

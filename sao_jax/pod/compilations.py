@@ -24,7 +24,8 @@ PUBLISHED_RUNS = (
   ("--config=configs/qwen3_30b_a3b.py", "--topology=v5p:4x4x4"),
   ("--config=configs/glm_5_2.py", "--topology=v5p:8x8x8"),
 )
-_LAST_LINES = 15
+_LAST_LINES = 15  # of a compilation that failed
+_OF_ALL = ("programs", "json", "jobs")  # flags of the command that are not for each of its compilations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +74,27 @@ def topology_of_sampler(config: RunConfig, topology: str) -> str:
   return topology if -1 in sizes else topology_of(chip_of(topology), math.prod(sizes))
 
 
+def arguments_of_one(arguments: Sequence[str]) -> list[str]:
+  """Returns the arguments without those that are about all programs, whose values may stand behind them.
+
+  >>> arguments_of_one(["--config=a.py", "--json", "out.json", "--programs=step", "--topology", "v5p:2x2x1"])
+  ['--config=a.py', '--topology', 'v5p:2x2x1']
+  """
+  kept, skip = [], False
+  for argument in arguments:
+    name, given, _ = argument.partition("=")
+    if not skip and name.lstrip("-") not in _OF_ALL:
+      kept.append(argument)
+    skip = not skip and not given and name.lstrip("-") in _OF_ALL
+  return kept
+
+
 def _compile_apart(request: Request) -> dict[str, Any]:
   """Runs `launch.compile_pod` for one program."""
   with tempfile.TemporaryDirectory() as folder:
     result = pathlib.Path(folder) / "result.json"
     own = (f"--programs={request.program}", f"--result={result}")
-    kept = [each for each in request.arguments if not each.startswith(("--programs", "--json", "--jobs"))]
+    kept = arguments_of_one(request.arguments)
     command = [sys.executable, "-m", "launch.compile_pod", *kept, *own]
     done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     if result.exists():

@@ -14,7 +14,7 @@ from sao_jax.config import MeshConfig
 from sao_jax.configuration.relations import validate
 from sao_jax.huggingface.published import total_params
 from sao_jax.pod import measure
-from sao_jax.pod.compilations import PROGRAMS, PUBLISHED_RUNS, topology_of_sampler
+from sao_jax.pod.compilations import PROGRAMS, PUBLISHED_RUNS, arguments_of_one, topology_of_sampler
 from sao_jax.pod.tables import advice, tables, together, together_table
 
 needs_libtpu = pytest.mark.skipif(
@@ -79,6 +79,11 @@ def test_the_sampler_has_a_topology_of_its_own():
 
     sampler = dataclasses.replace(config.sampler, mesh=MeshConfig(fsdp=1, tensor=4))
     assert topology_of_sampler(dataclasses.replace(config, sampler=sampler), "v5p:4x4x4") == "v5p:2x2x1"
+
+
+def test_each_compilation_gets_the_arguments_of_its_own():
+  whole = ["--programs", "step,decode", "--config", "a.py", "--json=x.json", "--jobs=2", "--config.mesh.fsdp", "4"]
+  assert arguments_of_one(whole) == ["--config", "a.py", "--config.mesh.fsdp", "4"]
 
 
 def test_what_lies_in_a_chip_together():

@@ -260,8 +260,11 @@ class SharedStop:
 
 
 def all_processes() -> Processes:
-  """Returns the processes of this run, as `initialize_processes` has joined them: always the same object."""
-  return ALONE if jax.process_count() == 1 else _joined()
+  """Returns the processes of this run, as `initialize_processes` has joined them: always the same object.
+
+  It does not ask for devices where there is one process: a program that only looks at a run must not take a TPU.
+  """
+  return _joined() if jax.distributed.is_initialized() else ALONE
 
 
 @functools.cache

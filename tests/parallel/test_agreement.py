@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+from toys import processes
+from toys.paths import REPOSITORY
 from toys.shared_store import SharedStore, together
 
 from sao_jax.parallel import agreement
@@ -103,3 +108,16 @@ def test_the_stop_of_one_is_that_of_all():
   assert one.requested
   agreement.time.sleep(0.03)
   assert other.requested
+
+
+def test_a_process_alone_asks_for_no_device():
+  """A report that is drawn beside a run must not take its TPU."""
+  code = (
+    "from sao_jax.parallel.agreement import all_processes\n"
+    "from launch._processes import joined\n"
+    "with joined(None):\n"
+    "  assert all_processes().count == 1\n"
+    "from jax._src import xla_bridge\n"
+    "assert not xla_bridge.backends_are_initialized()\n"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, env=processes.environment())

@@ -95,11 +95,19 @@ def test_blocks_of_queries_and_stairs_change_nothing(monkeypatch):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), again, expected)
 
 
-@pytest.mark.parametrize("sizes", [{"context": 4, "data": 2}, {"context": 2, "tensor": 2, "fsdp": 2}], ids=str)
-def test_rows_over_several_devices_equal_one_device(sizes, monkeypatch):
-  """Latents are gathered over context, stairs are shared out: 32 tokens in stairs of 8, or of 4."""
+MESHES = {
+  "context": ({"context": 4, "data": 2}, toy.CONFIG),
+  "context and tensor": ({"context": 2, "tensor": 2, "fsdp": 2}, toy.CONFIG),
+  "all positions": ({"context": 2, "tensor": 2, "fsdp": 2}, toy.DENSE),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_rows_over_several_devices_equal_one_device(name, monkeypatch):
+  """Latents are gathered over context, and nothing per head; stairs are shared out: 32 tokens in stairs of 8, or 4."""
   monkeypatch.setattr(packed_latent, "STAIR_QUERIES", 4)
-  config, layout = toy.CONFIG, Layout(make_mesh(MeshConfig(**{"fsdp": 1, **sizes})))
+  sizes, config = MESHES[name]
+  layout = Layout(make_mesh(MeshConfig(**{"fsdp": 1, **sizes})))
   params, _ = toy.layer_params()
   rank, plain, rotary = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
   segments = jnp.asarray([[1] * 20 + [2] * 12, [1] * 5 + [2] * 24 + [0] * 3], jnp.int32)
@@ -107,16 +115,19 @@ def test_rows_over_several_devices_equal_one_device(sizes, monkeypatch):
 
   def run(layout, index, q, latent, kv_b):
     attend = packed_latent_attend(config, segments, layout)
-    selection, _ = attend.select(index, jnp.int32(0), None)
+    selection = attend.select(index, jnp.int32(0), None)[0] if config.index_topk else None
     out, _ = attend.attend(q, latent, kv_b, selection, jnp.int32(0), None)
     return jnp.sum(jnp.sin(out)), (selection, out)
 
   grad = lambda layout: jax.jit(jax.value_and_grad(functools.partial(run, layout), argnums=(1, 2, 3), has_aux=True))
   expected = grad(ONE_DEVICE)(index, q, latent, params["kv_b"])
   placed = jax.device_put((index, q, latent), layout.sharding("batch", "sequence"))
-  got = grad(layout)(*placed, params["kv_b"])
-  np.testing.assert_array_equal(got[0][1][0], expected[0][1][0])
+  traced = grad(layout).trace(*placed, params["kv_b"])
+  got = traced.lower().compile()(*placed, params["kv_b"])
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
+  moved = re.findall(r"\w+\[([\d,]+)\] = (all_gather|reduce_scatter)", str(traced.jaxpr))
+  assert {kind for _, kind in moved} == {"all_gather", "reduce_scatter"}
+  assert all(shape.count(",") <= 2 for shape, _ in moved)  # [B, T, m], never [B, T, H, h]
 
 
 def test_a_row_that_cannot_be_shared_out_is_scored_whole():

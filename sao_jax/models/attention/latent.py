@@ -20,12 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention.kind import AttentionKind
-from sao_jax.models.attention.packed import packed_attention
+from sao_jax.models.attention.kind import ATTENTION_OUT, AttentionKind
+from sao_jax.models.attention.packed import packed_attention, shard_attention
 from sao_jax.models.attention.packed_latent import packed_choice, packed_selected_attention
+from sao_jax.models.attention.shards import attend_stretch, gather_sequence
 from sao_jax.models.attention.sparse import (
   Index,
   index,
@@ -152,13 +154,47 @@ def packed_latent_attend(
     del layer_index
     latent = jnp.where(real, latent, 0)  # weights on padding are 0, but 0 · NaN is NaN
     if selection is None:
-      k, v = expand(latent, kv_b, plain, layout)
-      return packed_attention(layout)(q, k, v, segment_ids), carry
+      return expanded_attention(q, latent, kv_b, segment_ids, plain, layout), carry
     queries, scale = absorb(q, kv_b, plain), q.shape[-1] ** -0.5
     weighted = packed_selected_attention(queries, latent, selection, config.kv_lora_rank, scale, layout)
+    weighted = checkpoint_name(weighted, ATTENTION_OUT)
     return jnp.where(real[..., None], absorbed_values(weighted, kv_b, plain), 0), carry
 
   return LatentAttend(length, select, attend)
+
+
+def expanded_attention(
+  q: Float[Array, "B T H q"],
+  latent: Float[Array, "B T m"],
+  kv_b: Float[Array, "R H e"],
+  segment_ids: Int[Array, "B T"],
+  plain_dim: int,
+  layout: Layout,
+) -> Float[Array, "B T H v"]:
+  """Attention over all earlier latents of the segment, expanded to the keys and values of every head.
+
+  Over the mesh axes of the sequence latents are gathered and expanded on every device: keys and values are many times
+  larger, and so are their gradients.
+  """
+  if layout.shards("sequence") == 1:
+    return packed_attention(layout)(q, *expand(latent, kv_b, plain_dim, layout), segment_ids)
+
+  def local(q: jax.Array, latent: jax.Array, kv_b: jax.Array, segments: jax.Array) -> jax.Array:
+    k, v = expand(gather_sequence(latent, layout), kv_b, plain_dim, layout)
+    return attend_stretch(shard_attention(layout), q, k, v, segments, q.shape[-1] ** -0.5, layout)
+
+  # Padding reads and gives nothing, as in `packed_attention`.
+  real = (segment_ids > 0)[..., None, None]
+  heads = layout.spec("batch", "sequence", "heads", None)
+  specs = (
+    heads,
+    layout.spec("batch", "sequence", None),
+    layout.spec(None, "heads", None),
+    layout.spec("batch", "sequence"),
+  )
+  attend = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)
+  out = attend(jnp.where(real, q, 0), latent, kv_b.astype(q.dtype), segment_ids)
+  return jnp.where(real, out, 0)
 
 
 def latent_layer(

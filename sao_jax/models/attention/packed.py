@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sao_jax.models.attention.blockwise import blockwise_shard
-from sao_jax.models.attention.shards import on_mesh, query_order
+from sao_jax.models.attention.shards import ShardAttention, on_mesh, query_order
 from sao_jax.models.attention.splash import splash_shard
 from sao_jax.parallel.layout import ONE_DEVICE, Layout
 
@@ -41,7 +41,7 @@ class PackedAttention(Protocol):
 
 def packed_attention(layout: Layout = ONE_DEVICE) -> PackedAttention:
   """Returns the attention of packed rows on these devices. No array of it has two axes of length T."""
-  compute = splash_shard if layout.platform == "tpu" else blockwise_shard
+  compute = shard_attention(layout)
   compute = on_mesh(compute, layout) if layout.is_sharded else compute
 
   def attention(
@@ -56,3 +56,8 @@ def packed_attention(layout: Layout = ONE_DEVICE) -> PackedAttention:
     return jnp.where(real, out, 0)  # so that the gradient of padding is 0, too
 
   return attention
+
+
+def shard_attention(layout: Layout) -> ShardAttention:
+  """Returns what a single device of these computes."""
+  return splash_shard if layout.platform == "tpu" else blockwise_shard

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from sao_jax.models.attention.selected import selected_attention
+from sao_jax.models.attention.shards import gather_sequence
 from sao_jax.models.attention.sparse import Index, choose_positions
 from sao_jax.parallel.layout import Layout
 
@@ -24,14 +25,9 @@ def packed_choice(
   index: Index, segment_ids: Int[Array, "B T"], num_selected: int, layout: Layout
 ) -> Int[Array, "B T k"]:
   """The positions in its row that each token reads: `num_selected`, causal within segments, ascending, then -1."""
+  local = functools.partial(_choose, num_selected=num_selected, layout=layout)
   if not layout.is_sharded:
-    return _choose(*index, segment_ids, num_selected=num_selected, axes=(), shards=1)
-  local = functools.partial(
-    _choose,
-    num_selected=num_selected,
-    axes=layout.rules.mesh_axes("sequence"),
-    shards=layout.shards("sequence"),
-  )
+    return local(*index, segment_ids)
   tokens = lambda *rest: layout.spec("batch", "sequence", *rest)
   specs = (tokens(None, None), tokens(None), tokens(None), tokens())
   choose = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=tokens(None), check_vma=False)
@@ -45,14 +41,13 @@ def _choose(
   segments: Int[Array, "B t"],
   *,
   num_selected: int,
-  axes: tuple[str, ...],
-  shards: int,
+  layout: Layout,
 ) -> Int[Array, "B t k"]:
-  """`packed_choice` as one of `shards` devices computes it for the t tokens of its rows."""
-  length = segments.shape[1]
+  """`packed_choice` as one device computes it, for the t tokens of its rows."""
+  axes, shards, length = layout.rules.mesh_axes("sequence"), layout.shards("sequence"), segments.shape[1]
   first = jax.lax.axis_index(axes) * length if shards > 1 else 0
   rows = jnp.broadcast_to(first + jnp.arange(length, dtype=jnp.int32), segments.shape)
-  all_keys, all_segments = gather_sequence(keys, axes, shards), gather_sequence(segments, axes, shards)
+  all_keys, all_segments = gather_sequence(keys, layout), gather_sequence(segments, layout)
 
   # The row in stairs: each device has the same share of every stair, since late queries have more to read than early
   # ones. Where a stair cannot be shared out, all queries are scored against the whole row.
@@ -99,11 +94,6 @@ def _causal(
   return (segments[:, :, None] == key_segments[:, None]) & (rows[:, :, None] >= index)
 
 
-def gather_sequence(x: Shaped[Array, "B t ..."], axes: tuple[str, ...], shards: int) -> Shaped[Array, "B T ..."]:
-  """Whole rows, from the parts that the devices hold; the gradient is scattered back as sums."""
-  return jax.lax.all_gather(x, axes, axis=1, tiled=True) if shards > 1 else x
-
-
 def packed_selected_attention(
   queries: Float[Array, "B T H m"],
   latents: Float[Array, "B T m"],
@@ -115,10 +105,9 @@ def packed_selected_attention(
   """`selected_attention` of absorbed queries over the latents of their row; heads over the axes of "heads"."""
   if not layout.is_sharded:
     return selected_attention(queries, latents, selection, rank, scale)
-  axes, shards = layout.rules.mesh_axes("sequence"), layout.shards("sequence")
 
   def attend(queries: jax.Array, latents: jax.Array, selection: jax.Array) -> jax.Array:
-    return selected_attention(queries, gather_sequence(latents, axes, shards), selection, rank, scale)
+    return selected_attention(queries, gather_sequence(latents, layout), selection, rank, scale)
 
   heads, tokens = layout.spec("batch", "sequence", "heads", None), layout.spec("batch", "sequence", None)
   specs = (heads, tokens, tokens)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-BLOCK_BYTES = 128 * 2**20  # of the latents that one block of queries gathers
+BLOCK_BYTES = 160 * 2**20  # of the latents that one block of queries gathers
 
 
 def read_selected(
@@ -91,6 +91,11 @@ def _backward(rank: int, scale: float, arguments: tuple[jax.Array, ...], grads: 
 selected_attention.defvjp(_forward, _backward)
 
 
+def block_width(most: int) -> int:
+  """The largest power of two up to `most`, at least 8: long rows are then whole blocks, and nothing is filled up."""
+  return max(1 << max(most, 1).bit_length() - 1, 8)
+
+
 def map_blocks(function: Callable[..., jax.Array], width: int, *arrays: Array) -> Array:
   """`function` of blocks of `width` tokens of every array [B, T, ...]; its results [B, width, ...] are joined."""
   return scan_blocks(lambda carry, *blocks: (carry, function(*blocks)), width, None, *arrays)[1]
@@ -118,9 +123,9 @@ def scan_blocks(
 
 
 def _queries_at_a_time(queries: Float[Array, "B T H m"], selection: Int[Array, "B T k"]) -> int:
-  """The queries of a row whose latents fit in a block, a multiple of 8."""
+  """The queries of a row whose latents fit in a block."""
   per_query = selection.shape[0] * selection.shape[2] * queries.shape[3] * queries.dtype.itemsize
-  return max(BLOCK_BYTES // per_query // 8 * 8, 8)
+  return block_width(BLOCK_BYTES // per_query)
 
 
 def _selected_only(selection: Int[Array, "B T k"]) -> Int[Array, "B T k"]:

@@ -70,8 +70,6 @@ def _chunks(shards: int) -> list[tuple[int, int]]:
 
 def on_mesh(compute: ShardAttention, layout: Layout) -> ShardAttention:
   """Returns `compute` for whole arrays on a mesh."""
-  context = layout.rules.mesh_axes("sequence")
-  shards = layout.shards("sequence")
 
   def attention(
     q: jax.Array,
@@ -83,20 +81,11 @@ def on_mesh(compute: ShardAttention, layout: Layout) -> ShardAttention:
     shard: int,
     scale: float,
   ) -> jax.Array:
-    del kv_segments, shard
-    order = query_order(order.size, shards)
-    even = shards > 1 and order[0, -1] + 1 == order.size  # the first shard has the last chunk, too
+    del kv_segments, order, shard
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-      shard, kv_segments = 0, segments
-      k, v = (own_kv_heads(x, q.shape[2], heads, layout) for x in (k, v))
-      if shards > 1:
-        shard = jax.lax.axis_index(context)
-        k, v, kv_segments = (jax.lax.all_gather(x, context, axis=1, tiled=True) for x in (k, v, segments))
-      if even:
-        q, segments = (_exchange(x, context, shards) for x in (q, segments))
-      out = compute(q, k, v, segments, kv_segments, order, shard, scale)
-      return _exchange(out, context, shards, back=True) if even else out
+      k, v = (gather_sequence(own_kv_heads(x, q.shape[2], heads, layout), layout) for x in (k, v))
+      return attend_stretch(compute, q, k, v, segments, scale, layout)
 
     heads = q.shape[2]
     q_spec = layout.spec("batch", "sequence", "heads", None)
@@ -106,6 +95,44 @@ def on_mesh(compute: ShardAttention, layout: Layout) -> ShardAttention:
     return sharded(q, k, v, q_segments)
 
   return attention
+
+
+def attend_stretch(
+  compute: ShardAttention,
+  q: Float[Array, "B t H h"],
+  k: Float[Array, "B T K h"],
+  v: Float[Array, "B T K v"],
+  segments: Int[Array, "B t"],
+  scale: float,
+  layout: Layout,
+) -> Float[Array, "B t H v"]:
+  """Attention of one device: a stretch of each of its rows reads the keys and values of the whole row.
+
+  Args:
+    compute: the attention of the queries that a device computes.
+    q: queries of this device's tokens.
+    k: keys.
+    v: values.
+    segments: segments of this device's tokens.
+    scale: factor on the scores.
+    layout: of all; its axes of "sequence" split the rows.
+  """
+  context, shards = layout.rules.mesh_axes("sequence"), layout.shards("sequence")
+  order = query_order(k.shape[1], shards)
+  even = shards > 1 and order[0, -1] + 1 == order.size  # the first shard has the last chunk, too
+  shard, kv_segments = jax.lax.axis_index(context) if shards > 1 else 0, gather_sequence(segments, layout)
+
+  if even:
+    q, segments = (_exchange(x, context, shards) for x in (q, segments))
+  out = compute(q, k, v, segments, kv_segments, order, shard, scale)
+  return _exchange(out, context, shards, back=True) if even else out
+
+
+def gather_sequence(x: Shaped[Array, "B t ..."], layout: Layout) -> Shaped[Array, "B T ..."]:
+  """Whole rows, on each device, from the stretches that the devices hold; gradients are scattered back as sums."""
+  if layout.shards("sequence") == 1:
+    return x
+  return jax.lax.all_gather(x, layout.rules.mesh_axes("sequence"), axis=1, tiled=True)
 
 
 def own_kv_heads(x: Float[Array, "B S K h"], own_heads: int, heads: int, layout: Layout) -> Float[Array, "B S k h"]:

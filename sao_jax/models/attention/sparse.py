@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention.selected import map_blocks
+from sao_jax.models.attention.selected import block_width, map_blocks
 from sao_jax.models.attention.top_positions import top_positions
 from sao_jax.models.linear import layer_norm, linear
 from sao_jax.models.rope import apply_interleaved_rope
@@ -130,5 +130,5 @@ def choose_positions(
     scores = jnp.concatenate([index_scores(queries, weights, stretch) for stretch in keys], axis=-1)
     return top_positions(scores, readable(*arrays), num_selected)
 
-  width = BLOCK_BYTES // (4 * queries.shape[0] * sum(stretch.shape[1] for stretch in keys))
-  return map_blocks(block, max(width // 8 * 8, 8), queries, weights, *arrays)
+  per_query = 4 * queries.shape[0] * sum(stretch.shape[1] for stretch in keys)
+  return map_blocks(block, block_width(BLOCK_BYTES // per_query), queries, weights, *arrays)

@@ -71,7 +71,7 @@ def ragged_paged_attention(
   *,
   sm_scale: float,
 ) -> Float[Array, "N H h"]:
-  """What the queries of every sequence read: all of its cache up to their own position.
+  """Attention of the queries of every sequence over all of its cache up to their own position.
 
   The signature and its meaning are those of jax.experimental.pallas.ops.tpu.ragged_paged_attention. Scores and softmax
   in fp32.

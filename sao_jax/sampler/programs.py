@@ -1,4 +1,4 @@
-"""What an engine asks of a layout of its cache: the state, the calls of its two programs, and room."""
+"""The interface of a layout of the cache to the engine: the state, the calls of its two programs, and room."""
 
 from __future__ import annotations
 

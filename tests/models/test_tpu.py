@@ -59,7 +59,7 @@ def flops(remat):
   return jax.jit(jax.grad(value)).lower(params).compile().cost_analysis()["flops"]
 
 answer = {"forward": forward, "attention": len(attention), "square": square}
-answer |= {"kernels": kernels, "bytes": compiled.memory_analysis().temp_size_in_bytes}
+answer |= {"kernels": kernels}
 print(json.dumps(answer | {"remat": flops("full") / flops("none")}))
 """
 
@@ -78,7 +78,6 @@ def test_moe_policy_compiles_for_a_tpu_topology():
   assert done.returncode == 0, done.stderr[-3000:]
   answer = json.loads(done.stdout.splitlines()[-1])
   assert answer["kernels"] >= 9  # three products, and two more for the gradient of each
-  assert answer["bytes"] > 0
   assert answer["forward"] == 1  # what attention gave is kept
   assert answer["attention"] == 3  # and the gradients of queries, and of keys and values
   assert answer["square"] == []

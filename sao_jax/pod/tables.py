@@ -12,6 +12,7 @@ from rich.text import Text
 from sao_jax.pod.chips import GIB
 
 _SHOWN = 8  # rows of each list
+_SAMPLER_REMEDY = "fewer sampler.num_slots or sampler.num_pages, a shorter sampler.context_length, or more devices"
 
 
 def tables(figures: dict[str, Any]) -> Iterator[Table | str]:
@@ -134,14 +135,18 @@ def advice(figures: dict[str, Any]) -> list[str]:
     return []
   lines, limit = [], figures["hbm_limit_bytes"]
   resident = sum(figures["resident_bytes"].values())
-  if resident > limit / 2:
-    change = "larger mesh.fsdp or more devices" if "step" in figures["program"] else "a larger sampler.mesh"
+  if resident > limit / 2 or not _learns(figures):
+    change = "a larger mesh.fsdp or more devices" if _learns(figures) else _SAMPLER_REMEDY
     lines.append(f"its inputs alone take {resident / GIB:.1f} GiB of each chip: {change}.")
   lines += [
     f"{row['bytes'] / GIB:.1f} GiB are {row['array']} ({_end(row['operation'])}): {_remedy(row)}."
-    for row in figures["largest_arrays"][:3]
+    for row in figures["largest_arrays"][: 3 if _learns(figures) else 0]
   ]
   return ["What to change:", *(f"* {line}" for line in lines)]
+
+
+def _learns(figures: dict[str, Any]) -> bool:
+  return figures["program"] not in ("decode", "prefill")
 
 
 def _remedy(row: dict[str, Any]) -> str:

@@ -173,13 +173,14 @@ def parse(text: str, *, unknown_trips: int = 1, branch_share: float = 1.0) -> Pr
   # Computations are blocks of lines between a header and a brace; everything else is tables of names.
   computations: dict[str, list[Instruction]] = {}
   entry = current = None
-  for line in text.splitlines():
-    if line[:1] not in (" ", "}", ""):
-      header = _HEADER.match(line) if line.rstrip().endswith("{") else None
-      current = header[2] if header else None
-      if header:
-        computations[current] = []
-        entry = current if header[1] else entry
+  for line in _logical_lines(text):
+    if line == "}":
+      current = None
+    elif not line.startswith(" "):
+      header = _HEADER.match(line)
+      current = header[2]
+      computations[current] = []
+      entry = current if header[1] else entry
     elif current is not None and (instruction := _read(line, current)):
       computations[current].append(instruction)
   if entry is None:
@@ -188,6 +189,21 @@ def parse(text: str, *, unknown_trips: int = 1, branch_share: float = 1.0) -> Pr
   bodies = {name: tuple(body) for name, body in computations.items()}
   runs, unknown = _count_runs(bodies, entry, unknown_trips, branch_share)
   return Program(bodies, entry, runs, _fused(bodies), unknown)
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+  """Yields headers, instructions and closing braces. Metadata of a kernel may break a line, which goes on in the next."""
+  parts: list[str] = []
+  for line in text.splitlines():
+    is_header = line.endswith("{") and not line.startswith(" ") and _HEADER.match(line)
+    if is_header or line.rstrip() == "}" or _INSTRUCTION.match(line):
+      if parts:
+        yield " ".join(parts)
+      parts = [line.rstrip()]
+    elif parts and parts[0] != "}":
+      parts.append(line)
+  if parts:
+    yield " ".join(parts)
 
 
 def _read(line: str, computation: str) -> Instruction | None:

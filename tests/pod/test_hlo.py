@@ -38,6 +38,20 @@ def test_loops_are_multiplied_out():
   assert program.fused == {"fused"}
 
 
+def test_a_line_that_the_metadata_of_a_kernel_breaks_goes_on():
+  text = """ENTRY %main (x: f32[4,8]) -> f32[4,4] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %k = f32[8,4]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata": "{\\"block\\": 512}"
+}}, metadata={op_name="jit(f)/pallas_call"}, backend_config={"cost_estimate":{"flops":"64"}}
+  ROOT %d = f32[4,4]{1,0} dot(%x, %k), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+  program = parse(text)
+  assert [each.opcode for each in program.computations["main"]] == ["parameter", "custom-call", "dot"]
+  assert [each.flops for each in products(program)] == [64, 2 * 4 * 8 * 4]
+
+
 def test_branches_run_in_the_share_that_is_told():
   text = """%yes (x: f32[2]) -> f32[2] {
   ROOT %x = f32[2]{0} parameter(0)

@@ -192,7 +192,7 @@ def parse(text: str, *, unknown_trips: int = 1, branch_share: float = 1.0) -> Pr
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-  """Yields headers, instructions and closing braces. Metadata of a kernel may break a line, which goes on in the next."""
+  """Yields headers, instructions and braces. Metadata of a kernel may break a line, which goes on in the next one."""
   parts: list[str] = []
   for line in text.splitlines():
     is_header = line.endswith("{") and not line.startswith(" ") and _HEADER.match(line)

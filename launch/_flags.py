@@ -327,7 +327,7 @@ def _flag_value(argv: Sequence[str], flag: str) -> str | None:
 
 def _take_overrides(argv: Sequence[str], config: RunConfig) -> tuple[dict[str, Any], list[str]]:
   """Splits off `--config.PATH=VALUE`, `--config.PATH VALUE`, and `--config.PATH` or `--noconfig.PATH` of booleans."""
-  annotations = {path: annotation for path, _, annotation in config_tree.leaves(config)}
+  annotations = {path: annotation for path, _, annotation in config_tree.leaves(config_tree.filled(config))}
   overrides, rest, queue = {}, [], collections.deque(argv)
   while queue:
     argument = queue.popleft()

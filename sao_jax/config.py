@@ -174,6 +174,18 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Sizes of the axes of a mesh of devices; one of them may be -1 (what is left)."""
+
+  data: int = 1
+  fsdp: int = -1
+  expert: int = 1
+  tensor: int = 1
+  context: int = 1
+  allow_split_physical_axes: bool = False  # axes that share the links of one axis of a TPU's torus, and are slower
+
+
+@dataclasses.dataclass(frozen=True)
 class SamplerConfig:
   """The continuous-batching engine."""
 
@@ -192,6 +204,7 @@ class SamplerConfig:
   cache_layout: Literal["auto", "slots", "pages"] = "auto"  # auto: pages on a TPU; slots elsewhere, faster on a CPU
   page_size: PositiveInt = 128  # tokens of a page
   num_pages: NonNegativeInt = 0  # pages that the slots share; 0: as many as all of them need for full contexts
+  mesh: MeshConfig | None = None  # of each sampler's devices; None: the learner's, or on other devices, slots spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,18 +229,9 @@ class RolloutConfig:
   deterministic: bool = False  # rollouts in rounds, each under one version: a run that can be repeated bit for bit
   record: bool = False  # keep what every train step consumed, for launch.replay; deterministic runs always do
   placement: Literal["shared", "split"] = "shared"  # sampler and learner: on the same devices, or on two sets
-  sampler_devices: NonNegativeInt = 0  # split only: how many local devices sample
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-  """Sizes of the learner's mesh axes; one of them may be -1 (what is left)."""
-
-  data: int = 1
-  fsdp: int = -1
-  expert: int = 1
-  tensor: int = 1
-  context: int = 1
+  sampler_devices: NonNegativeInt = 0  # split only: how many devices of every host sample
+  sampler_hosts: NonNegativeInt = 0  # split only: how many of several hosts sample, the last ones, instead
+  hosts_per_sampler: PositiveInt = 1  # hosts that hold one copy of the policy together
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,7 +80,7 @@ def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
   for path, value in values.items():
     name, _, rest = path.partition(".")
     here = f"{prefix}{name}"
-    if name not in known or (rest and not is_section(getattr(section, name))):
+    if name not in known or (rest and not is_section(_inner(section, name, known))):
       raise unknown_field(f"{prefix}{path}", [f"{prefix}{known_path}" for known_path, _, _ in leaves(section)])
     if rest:
       nested.setdefault(name, {})[rest] = value
@@ -91,8 +91,22 @@ def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
       changes[name] = conform(value, known[name], here)
 
   for name, inner in nested.items():
-    changes[name] = replace(getattr(section, name), inner, f"{prefix}{name}.")
+    changes[name] = replace(_inner(section, name, known), inner, f"{prefix}{name}.")
   return dataclasses.replace(section, **changes)
+
+
+def filled(section: Any) -> Any:
+  """`section` with every section in it that may be None, and is, at its defaults: all paths that can be set."""
+  known = annotations(section)
+  inner = {name: _inner(section, name, known) for name in known}
+  return dataclasses.replace(section, **{name: filled(value) for name, value in inner.items() if is_section(value)})
+
+
+def _inner(section: Any, name: str, known: Mapping[str, Any]) -> Any:
+  """The value of a field; of a section that may be None, and is, the one with its defaults."""
+  value = getattr(section, name)
+  classes = [option for option in typing.get_args(known[name]) if dataclasses.is_dataclass(option)]
+  return classes[0]() if value is None and classes else value
 
 
 def unknown_field(

@@ -70,7 +70,7 @@ IDLE = (
   Idle(
     lambda config: config.rollout.placement == "shared",
     "rollout.placement='shared' has no devices of the sampler's own",
-    _of("rollout", "sampler_devices"),
+    _of("rollout", "sampler_devices", "sampler_hosts"),
   ),
   Idle(
     lambda config: config.sampler.cache_layout == "slots",

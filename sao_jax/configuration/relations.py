@@ -396,7 +396,7 @@ def _rollouts(config: RunConfig) -> Iterator[ConfigError]:
       over = f"{rollout.max_in_flight} episodes do not fit into {slots} slots at the same time."
       yield ConfigError("rollout.deterministic", over, remedy)
 
-  if rollout.placement == "split":
+  if rollout.placement == "split" and not (rollout.sampler_hosts and _hosts() > 1):
     devices = _local_devices()
     if not 0 < rollout.sampler_devices < devices:
       yield ConfigError(
@@ -404,6 +404,12 @@ def _rollouts(config: RunConfig) -> Iterator[ConfigError]:
         f"{rollout.sampler_devices} of {devices} local devices would sample.",
         "With placement='split' leave at least one local device to each side, or use placement='shared'.",
       )
+
+
+def _hosts() -> int:
+  import jax  # nothing else in this room needs it
+
+  return jax.process_count()
 
 
 def _local_devices() -> int:

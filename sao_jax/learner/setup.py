@@ -17,7 +17,7 @@ from sao_jax.algorithm.train_step import TrainStep, init_train_state, make_train
 from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import RolloutConfig, RunConfig
 from sao_jax.errors import ConfigError
-from sao_jax.learner.placement import place
+from sao_jax.learner.placement import check_sampler_mesh, place
 from sao_jax.models.critic import critic_specs, frozen_critic_paths, make_critic_apply
 from sao_jax.models.lora import lora_specs
 from sao_jax.models.policy import make_policy_apply
@@ -78,6 +78,7 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
   critic = make_critic(config, layout, freeze=freeze) if config.algorithm.needs_critic else None
   for network in filter(None, (policy, critic)):
     check_mesh_divides_model(layout, network.specs)
+  check_sampler_mesh(config, {name: spec for name, spec in policy.specs.items() if name != "lora"})
   return Learner(config, layout, policy, critic, processes)
 
 

@@ -17,7 +17,7 @@ from sao_jax.learner.setup import Learner, abstract_state, make_learner, make_st
 from sao_jax.models.lora import merge_lora
 from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.mesh import make_mesh
-from sao_jax.parallel.publish import make_publish
+from sao_jax.parallel.publish import cast_copy
 from sao_jax.pod.chips import topology_devices
 from sao_jax.pod.model_flops import step_flops, token_flops
 from sao_jax.pod.sampler_programs import AbstractEngine
@@ -123,8 +123,8 @@ def _publish(config: RunConfig, topology: str) -> Lowered:
   params = abstract_state(learner).policy.params
   specs = {name: spec for name, spec in learner.policy.specs.items() if name != "lora"}
   dtypes = jax.tree.map(lambda spec: spec.compute_dtype or config.model.dtype, specs)
-  own_mesh = getattr(config.sampler, "mesh", None) is not None or config.rollout.placement == "split"
+  own_mesh = config.sampler.mesh is not None or config.rollout.placement == "split"
   target = (learner.layout if own_mesh else Layout(learner.mesh, SAMPLER_RULES)).param_shardings(specs)
-  publish = jax.jit(make_publish(target, dtypes, prepare=merge_lora), out_shardings=target)
+  publish = jax.jit(cast_copy(dtypes, merge_lora), out_shardings=target)
   resident = {"policy": bytes_per_chip(params)}
   return Lowered(lambda: publish.lower(params), learner.mesh, 0, 0.0, 1, 1.0, resident)

@@ -364,6 +364,7 @@ def test_every_field_is_checked_or_free_on_purpose():
   free = {"name", "environment.name", "environment.vocab_size", "model.checkpoint"}
   free |= {"algorithm.value_bins", "algorithm.value_min", "algorithm.value_max"}  # of one head alone: a relation
   free |= {f"mesh.{axis}" for axis in ("data", "fsdp", "expert", "tensor", "context")}  # make_mesh, with the devices
+  free |= {"sampler.mesh"}  # the same
   fields = {path for path, value, _ in config_tree.leaves(VALID) if not isinstance(value, bool)}
   free |= {"evaluation.success_threshold"}  # returns may be anything
   free |= {"algorithm.whiten_advantages"}  # one name beside true and false

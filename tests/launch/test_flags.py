@@ -13,7 +13,7 @@ from absl import flags
 from toys.paths import REPOSITORY
 
 from launch import _flags
-from sao_jax.config import AlgorithmConfig, RunConfig
+from sao_jax.config import AlgorithmConfig, MeshConfig, RunConfig
 from sao_jax.configuration import config_tree, listing
 from sao_jax.configuration.run_record import check_viewed, write_config
 from sao_jax.errors import ConfigError
@@ -112,6 +112,7 @@ def test_without_overrides_the_file_decides(config_file):
     ("--config.algorithm.epsilon_high=inf", "algorithm.epsilon_high", float("inf")),
     ("--config.environment.inner.tries=9", "environment.inner.tries", 9),
     ("--config.environment.inner.names=('x', 'y')", "environment.inner.names", ("x", "y")),
+    ("--config.sampler.mesh.tensor=2", "sampler.mesh", MeshConfig(tensor=2)),  # a section that is not there before
     ("--seed=11", "training.seed", 11),
   ],
 )

@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
-from toys.paths import TESTS
+from toys.paths import REPOSITORY, TESTS
 
 QUICK_COMPILATION = {"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": "false"}
 # Put on the path of a program, it saves the two seconds in which tensorboardX imports torch, where that is installed.
@@ -71,3 +72,46 @@ def finish_joined(
         process.kill()
         process.wait()
   return [(each.returncode, (logs / f"process_{index}.log").read_text()) for index, each in enumerate(started)]
+
+
+def run_together(
+  arguments: Sequence[str], processes: int = 2, *, devices: int = 4, seconds: float = 120, check: bool = True
+) -> list[subprocess.CompletedProcess[str]]:
+  """Runs `python *arguments` in several processes of one jax.distributed run, and returns how each ended.
+
+  They find each other by the usual environment variables: `initialize_processes()`, or `jax.distributed.initialize` of
+  them. Each has simulated CPU devices. Behind the time limit, all that still run are killed.
+
+  Args:
+    arguments: of the interpreter, as in ["-c", PROGRAM]; the same for all.
+    processes: how many.
+    devices: of each process.
+    seconds: the time limit, for all together.
+    check: asserts that all end with status 0.
+  """
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  flags = xla_flags(environment()["XLA_FLAGS"], **{DEVICES: str(devices)}, **QUICK_COMPILATION)
+  common = environment(JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(TESTS), NO_TORCH]))
+  common |= {"XLA_FLAGS": flags, "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
+
+  command = [sys.executable, *arguments]
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+  running = [
+    subprocess.Popen(command, env=common | {"JAX_PROCESS_ID": str(index)}, **pipes) for index in range(processes)
+  ]
+
+  # Small outputs: a process that waits for a full pipe would be killed at the end of the time.
+  end, done = time.monotonic() + seconds, []
+  try:
+    for process in running:
+      output, errors = process.communicate(timeout=max(end - time.monotonic(), 0.1))
+      done.append(subprocess.CompletedProcess(command, process.returncode, output, errors))
+  finally:
+    for process in running:
+      process.kill()
+      process.wait()
+  for index, each in enumerate(done if check else ()):
+    assert each.returncode == 0, f"process {index}: {each.stderr[-3000:]}"
+  return done

@@ -111,6 +111,7 @@ FIELDS = {
     at(PHASES, lambda calls: calls.of("load_params.directory") or [""], shows=lambda folder: pathlib.Path(folder).name),
   ),
   "mesh": Field(dataclasses.replace(training_toy.get_config().mesh, fsdp=2, data=2), at(PHASES, "make_mesh[0].config")),
+  "mesh.allow_split_physical_axes": Field(True, seen_by="tests/parallel/test_torus.py"),
   # The algorithm.
   "algorithm.advantage": Field("sao", seen_by="tests/training/test_methods.py"),
   "algorithm.epsilon_low": Field(0.4, at(TRAIN, "dis_policy_loss.epsilon_low")),
@@ -193,6 +194,7 @@ FIELDS = {
   "sampler.cache_layout": Field("pages", engine("cache_layout")),
   "sampler.page_size": Field(16, engine("page_size")),
   "sampler.num_pages": Field(96, engine("num_pages")),
+  "sampler.mesh": Field(None, seen_by="tests/learner/test_placement.py"),
   # Rollouts.
   "rollout.batch_size": Field(6, at(RL, "Ledger.batch_size", "Rollouts.batch_size")),
   "rollout.group_size": Field(2, at(RL, "Ledger.group_size") + at(RL, "pack.grouped", expected=lambda *unused: True)),
@@ -251,6 +253,8 @@ FIELDS = {
       EPISODES, "make_mesh[-1].devices", expected=lambda config, phase: config.rollout.sampler_devices or 8, shows=len
     ),
   ),
+  "rollout.sampler_hosts": Field(1, seen_by="tests/learner/test_placement.py"),
+  "rollout.hosts_per_sampler": Field(1, seen_by="tests/learner/test_placement.py"),
   # Imitation, value pretraining, evaluation.
   "sft.steps": Field(5, at(SFT, "RunLog.total")),
   "sft.batch_size": Field(9, at(SFT, "pack.trajectories", shows=len)),

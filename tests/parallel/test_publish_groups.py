@@ -1,0 +1,63 @@
+"""Publishing over two real processes: every group of samplers gets the learner's parameters, in its own layout."""
+
+from __future__ import annotations
+
+import json
+
+from toys.processes import run_together
+
+PROGRAM = """
+import json, os
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+jax.distributed.initialize(
+  os.environ["JAX_COORDINATOR_ADDRESS"], int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"]))
+from sao_jax.parallel import publish_groups
+from sao_jax.parallel.publish import make_publish
+
+here, devices = jax.process_index(), np.array(jax.devices())
+values = {"w": np.arange(128, dtype=np.float32).reshape(16, 8), "n": np.arange(4, dtype=np.int32)}
+learnt = {"w": P("fsdp", "tensor"), "n": P()}
+sampled = {"w": P(None, "tensor"), "n": P()}
+doubled = lambda params: params | {"w": 2 * params["w"]}
+shapes = {"w": jax.ShapeDtypeStruct((16, 8), jnp.bfloat16), "n": jax.ShapeDtypeStruct((4,), jnp.int32)}
+mesh_of = lambda devices: Mesh(devices.reshape(-1, 2), ("fsdp", "tensor"))
+place = lambda tree, mesh: jax.jit(
+  lambda: jax.tree.map(jnp.asarray, tree), out_shardings={name: NamedSharding(mesh, learnt[name]) for name in learnt})()
+
+def published(learners, groups, learns):
+  target = {name: NamedSharding(groups[0], spec) for name, spec in sampled.items()}
+  publish = make_publish(target, "bfloat16", prepare=doubled, groups=groups, shapes=shapes)
+  for step in (1, 2):  # the second one finds everything compiled, and parameters that are still there
+    params = place({"w": step * values["w"], "n": values["n"]}, learners) if learns else None
+    copy = publish(params)
+    if params is not None:
+      params["w"].block_until_ready()
+  if copy is None:
+    return None
+  own = next(mesh for mesh in groups if mesh.devices.flat[0].process_index == here)
+  assert copy["w"].sharding == NamedSharding(own, sampled["w"]) and copy["w"].dtype == jnp.bfloat16
+  assert copy["w"].is_fully_addressable
+  return np.asarray(copy["w"], np.float32).tolist(), np.asarray(copy["n"]).tolist()
+
+hosts = [devices[[device.process_index == index for device in devices]] for index in range(2)]
+# The learner's mesh spans both, in an order that is nobody's; every host samples by itself.
+answer = {"shared": published(mesh_of(devices[[5, 0, 3, 6, 1, 4, 7, 2]]), [mesh_of(own) for own in hosts], True)}
+# One host learns, the other samples.
+answer["split"] = published(mesh_of(hosts[0]), [mesh_of(hosts[1])], here == 0)
+roles = NamedSharding(publish_groups.stack([mesh_of(own) for own in hosts]), P("role"))
+program = publish_groups.broadcast(roles)
+text = program.lower(jax.ShapeDtypeStruct((2, 16, 8), jnp.float32, sharding=roles)).compile().as_text()
+kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+answer["collectives"] = sum(text.count(f" {kind}{start}(") for kind in kinds for start in ("", "-start"))
+print(json.dumps(answer))
+"""
+
+
+def test_every_group_gets_a_copy():
+  first, second = (json.loads(done.stdout.splitlines()[-1]) for done in run_together(["-c", PROGRAM]))
+  expected = [[[4.0 * (8 * row + column) for column in range(8)] for row in range(16)], [0, 1, 2, 3]]
+  assert first["shared"] == second["shared"] == expected
+  assert first["split"] is None and second["split"] == expected  # who only learns gets nothing
+  assert first["collectives"] == 1  # entry 0 goes to all in one step

@@ -169,10 +169,11 @@ def _backward(scale: float, q_size: int, kv_size: int, kept: tuple, of_out: jax.
   rows, columns, inner = (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
 
   def of_block(of_keys: tuple, keys: Keys, block: tuple) -> tuple[tuple, jax.Array]:
-    queries, *others = block
-    q, out, log_sums, of_out = (
-      x.reshape(-1, x.shape[-1]) for x in (queries.q, others[0], others[1][..., None], others[2])
-    )
+    queries, out, log_sums, of_out = block
+    flat = lambda x: x.reshape(-1, x.shape[-1])
+    q, out, of_out, log_sums = flat(queries.q), flat(out), flat(of_out), log_sums.reshape(-1, 1)
+
+    # The gradient of softmax: weight · (gradient of the weight - its mean over the keys).
     mean = jnp.sum(out.astype(jnp.float32) * of_out.astype(jnp.float32), axis=-1, keepdims=True)
 
     def meet(state: tuple, keys: Keys, first: jax.Array | int) -> tuple:

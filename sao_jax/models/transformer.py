@@ -180,6 +180,8 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
   """
   if remat == "none":
     return layer
+
+  # By name where the values have one: `checkpoint_name`.
   keep = jax.checkpoint_policies
   attention = keep.save_only_these_names(ATTENTION_OUT)
   policies = {

@@ -147,10 +147,13 @@ def _forward(queries: Queries, keys: Keys, scale: float, q_size: int, kv_size: i
       weighted = jnp.dot(weights.astype(keys.v.dtype), keys.v, preferred_element_type=jnp.float32)
       return new_largest, total * shrink + jnp.sum(weights, axis=-1), out * shrink[:, None] + weighted
 
+    # All heads of a block of queries are rows of one product.
     shape = block.q.shape[:2]
     rows = shape[0] * shape[1]
     start = (jnp.full(rows, LOWEST), jnp.zeros(rows), jnp.zeros((rows, keys.v.shape[-1])))
     largest, total, out = _over_keys(meet, start, block, keys, kv_size)
+
+    # Weights add up to one.
     out = (out / total[:, None]).astype(keys.v.dtype)
     return out.reshape(*shape, -1), (largest + jnp.log(total)).reshape(shape)
 
@@ -178,6 +181,7 @@ def _backward(scale: float, q_size: int, kv_size: int, kept: tuple, of_out: jax.
 
     def meet(state: tuple, keys: Keys, first: jax.Array | int) -> tuple:
       of_q, of_k, of_v = state
+      # The weights again, and what their change would do to the output.
       weights = jnp.exp(_scores(queries, keys, first, scale) - log_sums)
       of_scores = (weights * (dot(of_out, keys.v, inner) - mean) * scale).astype(q.dtype)
 
@@ -197,6 +201,7 @@ def _backward(scale: float, q_size: int, kv_size: int, kept: tuple, of_out: jax.
     )
     return of_q, of_k.astype(keys.k.dtype), of_v.astype(keys.v.dtype)
 
+  # One pair of a row and a kv head after the other.
   queries, keys, out, log_sums = kept
   of_q, of_k, of_v = jax.lax.map(of_pair, (keys, queries, out, log_sums, of_out))
   return Queries(of_q, None, None), Keys(of_k, of_v, None)
@@ -244,6 +249,7 @@ def _over_keys(
   first = jnp.min(jnp.where(readable, numbers, segments.shape[0]))
   last = jnp.max(jnp.where(readable, numbers, -1))
 
+  # How many blocks these are is known when the program runs.
   def step(number: jax.Array, state: PyTree) -> PyTree:
     part = lambda x: jax.lax.dynamic_slice_in_dim(x, number * size, size)
     return meet(state, jax.tree.map(part, keys), number * size)

@@ -83,10 +83,12 @@ def on_mesh(compute: ShardAttention, layout: Layout) -> ShardAttention:
   ) -> jax.Array:
     del kv_segments, order, shard
 
+    # What one device does with its stretch of its rows.
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
       k, v = (gather_sequence(own_kv_heads(x, q.shape[2], heads, layout), layout) for x in (k, v))
       return attend_stretch(compute, q, k, v, segments, scale, layout)
 
+    # Every array is divided by rows, tokens and heads.
     heads = q.shape[2]
     q_spec = layout.spec("batch", "sequence", "heads", None)
     kv_spec = layout.spec("batch", "sequence", "kv_heads", None)
@@ -150,6 +152,7 @@ def own_kv_heads(x: Float[Array, "B S K h"], own_heads: int, heads: int, layout:
   if x.shape[2] != kv_heads:
     raise NotImplementedError("kv heads are split over other mesh axes than the heads that read them.")
 
+  # All kv heads are here, and consecutive ones are read by consecutive heads.
   group = heads // kv_heads
   first = jax.lax.axis_index(layout.rules.mesh_axes("heads")) * own_heads
   if own_heads % group == 0 or group % own_heads == 0:
@@ -164,6 +167,7 @@ def _exchange(
 
   A stretch is an even and an odd chunk; no device gets two even ones.
   """
+  # A half of the stretch at a time, each to another device.
   halves = []
   for half, chunks in enumerate(zip(*_chunks(shards), strict=True)):
     pairs = [(chunk // 2, shard) for shard, chunk in enumerate(chunks)]

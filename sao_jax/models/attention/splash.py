@@ -38,6 +38,7 @@ def splash_shard(
   """Splash attention of one device; see `shards.ShardAttention`. Queries are scaled in their own dtype."""
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
+  # The kernel of these shapes, with the tables of this shard.
   length, width = q.shape[1], v.shape[-1]
   order = np.pad(order, ((0, 0), (0, -length % LANES)), mode="edge")
   kernel = _kernel(_Order(order), k.shape[1] + -k.shape[1] % LANES, max(q.shape[-1], width), interpret)
@@ -82,6 +83,7 @@ def _kernel(order: _Order, kv_length: int, width: int, interpret: bool) -> Any:
   most = LARGEST_BLOCK if width <= LANES else LARGEST_WIDE_BLOCK
   q_dkv, kv_dkv = min(q_block, most), min(kv_block, most)
 
+  # One size for the forward pass and the gradient of queries, one for that of keys.
   blocks = kernels.BlockSizes(
     block_q=q_block,
     block_kv=kv_block,
@@ -94,6 +96,8 @@ def _kernel(order: _Order, kv_length: int, width: int, interpret: bool) -> Any:
   )
   forward = _tables(order.array, kv_length, q_block, kv_block, mask_info.process_mask)
   backward = _tables(order.array, kv_length, q_dkv, kv_dkv, mask_info.process_mask_dkv)
+
+  # Causality inside of a block is a function of indices, not an array.
   return kernels.SplashAttentionKernel(
     forward,
     forward,

@@ -17,7 +17,7 @@ from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree
 from sao_jax.evaluation import heldout
 from sao_jax.learner import sampler_side, setup
-from sao_jax.parallel.agreement import shared_stop
+from sao_jax.parallel.agreement import all_processes, shared_stop
 from sao_jax.report import metrics
 from sao_jax.training import phases
 
@@ -29,7 +29,7 @@ _PHASE = flags.DEFINE_enum(
 def main(config: RunConfig, workdir: str) -> None:
   """Logs the result and writes it to `workdir/evaluation_<phase>.json`."""
   learner = setup.make_learner(config)
-  processes = learner.processes
+  processes = all_processes()
   with interrupt.Interrupt() as own_stop:
     stop = shared_stop(own_stop, processes)
     policy = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)

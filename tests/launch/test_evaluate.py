@@ -25,7 +25,7 @@ def test_an_evaluation_that_could_grade_nothing_writes_null_and_fails(tmp_path, 
   monkeypatch.setattr(
     evaluate.phases, "latest_policy", lambda *arguments: evaluate.phases.LatestPolicy({}, 3, "train", "a/3")
   )
-  monkeypatch.setattr(evaluate.heldout, "evaluate", lambda *arguments: nothing)
+  monkeypatch.setattr(evaluate.heldout, "evaluate", lambda *arguments, **options: nothing)
   with pytest.raises(SystemExit, match=f"error: nothing could be graded: .*{says}.*evaluate again"):
     evaluate.main(training_toy.get_config(), str(tmp_path))
 

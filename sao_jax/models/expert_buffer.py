@@ -148,7 +148,7 @@ def _compute(
   implementation: str,
   layer: jax.Array | None = None,
 ) -> jax.Array:
-  """What the pairs of one buffer add to the result of every token."""
+  """The sum that the pairs of one buffer add to the result of every token."""
   num_active = weights.shape[1]
   out = feed_groups(params, spread(x, own, num_active), own.group_sizes, implementation=implementation, layer=layer)
   chosen = (own.pairs % num_active)[:, None] == jnp.arange(num_active, dtype=jnp.int32)

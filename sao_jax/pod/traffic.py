@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import re
+from collections.abc import Sequence
 
 from sao_jax.pod.hlo import Array, Instruction, Program
 from sao_jax.pod.matrix_products import KERNEL
@@ -75,6 +77,8 @@ def _bytes_moved(program: Program, instruction: Instruction) -> float:
     return 2 * _in_hbm(instruction)
   if opcode == "dynamic-update-slice":
     return 2 * _in_hbm(operands[1])
+  if opcode == "scatter":
+    return 2 * _in_hbm(operands[-1]) + _in_hbm(operands[1])  # in place
   if opcode.endswith("-start"):
     # Its result is a tuple that names the operand again.
     first = instruction.arrays[0]
@@ -94,8 +98,19 @@ def _bytes_moved(program: Program, instruction: Instruction) -> float:
     # A result in the place of an operand, as an updated cache, is read once.
     reused = len(re.findall(r"\{\d*\}: \(\d+, \{", instruction.attributes))
     results = sorted(array.bytes for array in instruction.arrays if array.in_hbm)
-    return sum(map(_in_hbm, operands)) + sum(results[: len(results) - reused])
+    return _read_by_kernel(operands) + sum(results[: len(results) - reused])
   return _in_hbm(instruction) + sum(map(_in_hbm, operands))
+
+
+def _read_by_kernel(operands: Sequence[Instruction | None]) -> float:
+  """The operands of a kernel; of an array of pages, those that the largest table of numbers beside it can name."""
+  arrays = [operand.arrays[0] for operand in operands if operand is not None and operand.arrays]
+  named = max((math.prod(array.shape) for array in arrays if array.dtype == "s32" and len(array.shape) == 2), default=0)
+  total = 0.0
+  for array in (array for array in arrays if array.in_hbm):
+    is_pages = named and len(array.shape) == 4 and array.shape[0] > named
+    total += array.bytes * named / array.shape[0] if is_pages else array.bytes
+  return total
 
 
 def _written_by_fusion(program: Program, inner: str, fusion: Instruction) -> float:
@@ -106,6 +121,9 @@ def _written_by_fusion(program: Program, inner: str, fusion: Instruction) -> flo
   if root is not None and root.opcode == "dynamic-update-slice":
     update = program.find(inner, root.operands[1])
     return update.bytes if update is not None else 0
+  if root is not None and root.opcode == "scatter":
+    updates = program.find(inner, root.operands[-1])
+    return updates.bytes if updates is not None else 0
   return _in_hbm(fusion)
 
 
@@ -124,7 +142,7 @@ def _read_by_fusion(program: Program, inner: str, number: int, full: int) -> flo
         names.append(user.name)
       elif user.opcode in ("dynamic-slice", "gather") and user.operands[0] == name:
         total += user.bytes
-      elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
+      elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == name:
         pass  # stays as it is
       elif user.opcode == "fusion":
         callee = next(called for how, called in user.called() if how == "calls")

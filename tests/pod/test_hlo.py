@@ -96,6 +96,28 @@ def test_traffic():
   assert not arrays_quadratic_in(program, 257)
 
 
+def test_a_cache_is_updated_in_place_and_read_by_the_pages_of_one_layer():
+  text = """%write (c: bf16[96,128,8,128], i: s32[2,1], u: bf16[2,128,8,128]) -> bf16[96,128,8,128] {
+  %c = bf16[96,128,8,128]{3,2,1,0} parameter(0)
+  %i = s32[2,1]{1,0} parameter(1)
+  %u = bf16[2,128,8,128]{3,2,1,0} parameter(2)
+  ROOT %s = bf16[96,128,8,128]{3,2,1,0} scatter(%c, %i, %u), to_apply=%second
+}
+
+ENTRY %main (c: bf16[96,128,8,128], t: s32[3,4]) -> bf16[6,32,128] {
+  %c = bf16[96,128,8,128]{3,2,1,0} parameter(0)
+  %i = s32[2,1]{1,0:S(1)} parameter(1)
+  %u = bf16[2,128,8,128]{3,2,1,0} parameter(2)
+  %t = s32[3,4]{1,0:S(1)} parameter(3)
+  %new = bf16[96,128,8,128]{3,2,1,0} fusion(%c, %i, %u), kind=kCustom, calls=%write
+  ROOT %k = bf16[6,32,128]{2,1,0} custom-call(%t, %new), custom_call_target="tpu_custom_call"
+}
+"""
+  page = 128 * 8 * 128 * 2
+  # Two pages are read and written; the kernel reads the 12 that its table names, and writes what it computes.
+  assert hbm_bytes(parse(text)) == 2 * page + 2 * page + 12 * page + 6 * 32 * 128 * 2
+
+
 def test_communication_is_counted_once_and_by_axes():
   found = collectives(parse(COMMUNICATION), MESH)
   kinds = {(each.kind, each.axes): (each.group, each.wire_bytes, str(each.array)) for each in found}

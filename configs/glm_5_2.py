@@ -10,6 +10,9 @@ that everything runs and fits. What each chip holds and what bounds a step: `pyt
 The mesh: each axis is one axis of the torus. A row lies on eight chips (context=8), whose latents are small enough to
 be gathered; experts live on eight others (expert=8), to which tokens travel, and weights are split over all three.
 Two micro-batches of 64 rows leave 16,384 tokens to a chip at a time.
+
+A copy of the policy for sampling takes 64 chips, which cannot learn besides: further hosts sample, 16 of them together,
+with --config.rollout.placement=split --config.rollout.sampler_hosts=128 on twice as many chips.
 """
 
 from __future__ import annotations
@@ -30,5 +33,6 @@ def get_config() -> RunConfig:
     model=dataclasses.replace(PUBLISHED["GLM-5.2"].model, remat="full"),
     algorithm=AlgorithmConfig(micro_batches=2),
     mesh=MeshConfig(data=1, fsdp=8, expert=8, context=8),
-    sampler=dataclasses.replace(base.sampler, num_slots=512),
+    sampler=dataclasses.replace(base.sampler, num_slots=64, mesh=MeshConfig(fsdp=1, expert=64)),
+    rollout=dataclasses.replace(base.rollout, hosts_per_sampler=16),
   )

@@ -10,6 +10,10 @@ that everything runs and fits. What each chip holds and what bounds a step: `pyt
 The mesh: a row of 131,072 tokens lies on four chips (context=4), one plane of the torus splits rows and weights
 (fsdp=16). Eight micro-batches of 16 rows leave 32,768 tokens to a chip at a time; gathering the weights eight times
 costs a few seconds of a step of minutes. On v6e:16x16: --config.mesh.context=16.
+
+Every host samples, too: its four chips hold one copy of the policy, split by experts, and eight contexts. On a larger
+slice some hosts may do nothing else: --config.rollout.placement=split --config.rollout.sampler_hosts=16
+--config.sampler.num_slots=24.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ def get_config() -> RunConfig:
     algorithm=AlgorithmConfig(micro_batches=8, logprob_chunk=1024),
     mesh=MeshConfig(data=1, fsdp=16, context=4),
     sampler=SamplerConfig(
-      num_slots=64,
+      num_slots=8,
+      mesh=MeshConfig(fsdp=1, expert=4),
       context_length=CONTEXT,
       decode_steps=16,
       prefill_buckets=(1024,),

@@ -29,6 +29,8 @@ def get_config() -> RunConfig:
     model=dataclasses.replace(PUBLISHED["Qwen3-4B"].model, remat="attention"),
     algorithm=AlgorithmConfig(micro_batches=16, logprob_chunk=512),
     mesh=MeshConfig(data=1, fsdp=4, context=4),
-    sampler=dataclasses.replace(base.sampler, num_slots=32, context_length=CONTEXT, window_buckets=(CONTEXT,)),
+    sampler=dataclasses.replace(
+      base.sampler, mesh=MeshConfig(fsdp=1, tensor=4), context_length=CONTEXT, window_buckets=(CONTEXT,)
+    ),
     rollout=dataclasses.replace(base.rollout, **lengths),
   )

@@ -62,15 +62,16 @@ def compile_here(config: RunConfig, program: str, topology: str, sampler_topolog
   sampler_topology = sampler_topology or topology_of_sampler(config, topology)
   on_sampler = program in ("decode", "prefill")
   names = {"run": config.name, "program": program, "topology": sampler_topology if on_sampler else topology}
+  names["placement"] = config.rollout.placement
   return names | describe(prepare(program, config, topology, sampler_topology), chip_of(topology))
 
 
 def topology_of_sampler(config: RunConfig, topology: str) -> str:
   """Names the devices of one sampler: the learner's if they are shared, otherwise a box of as many as it takes."""
-  mesh = getattr(config.sampler, "mesh", None)
+  mesh = config.sampler.mesh
   if mesh is None:
     return topology
-  sizes = dataclasses.astuple(mesh)
+  sizes = (mesh.data, mesh.fsdp, mesh.expert, mesh.tensor, mesh.context)
   return topology if -1 in sizes else topology_of(chip_of(topology), math.prod(sizes))
 
 

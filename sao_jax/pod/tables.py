@@ -83,7 +83,7 @@ def together(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     if samples:
       copy = samples[0]["resident_bytes"]["parameters"]
       parts.append(_side(f"{run}: sampler", samples, {"parameters that arrive": copy}))
-    if learns and samples and learns[0]["topology"] == samples[0]["topology"]:
+    if learns and samples and learns[0]["placement"] == "shared":
       # A step leaves the cache and the sampler's parameters where they are.
       parts = [_side(f"{run}: learner and sampler", learns, samples[0]["resident_bytes"])]
     sums += parts

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
+import math
 
 import pytest
 import rich.console
@@ -13,6 +15,7 @@ from configs import glm_5_2, qwen3_4b, qwen3_30b_a3b
 from sao_jax.config import MeshConfig
 from sao_jax.configuration.relations import validate
 from sao_jax.huggingface.published import total_params
+from sao_jax.parallel.mesh import AXES
 from sao_jax.pod import measure
 from sao_jax.pod.compilations import PROGRAMS, PUBLISHED_RUNS, arguments_of_one, topology_of_sampler
 from sao_jax.pod.tables import advice, tables, together, together_table
@@ -56,17 +59,11 @@ def test_published_configurations_are_valid(module):
   assert config.algorithm.value_updates == 2 and config.algorithm.freeze_attention and config.algorithm.needs_critic
   assert config.rollout.batch_size == 128 == max(config.rollout.row_counts)
   assert max(config.rollout.row_lengths) == (32_768 if module is qwen3_4b else 131_072)
-  (run,) = (each for each in PUBLISHED_RUNS if module.__name__.removeprefix("configs.") in each[0])
+  (run,) = (each for each in PUBLISHED_RUNS if f"{module.__name__.removeprefix('configs.')}.py" in each[0])
   topology = run[1].removeprefix("--topology=")
-  devices = 1
-  for size in topology.partition(":")[2].split("x"):
-    devices *= int(size)
-  sizes = vars(config.mesh).values()
-  assert devices == [16, 64, 512][[qwen3_4b, qwen3_30b_a3b, glm_5_2].index(module)]
-  product = 1
-  for size in sizes:
-    product *= size
-  assert product == devices
+  devices = math.prod(map(int, topology.partition(":")[2].split("x")))
+  assert math.prod(getattr(config.mesh, axis) for axis in AXES) == devices
+  assert topology_of_sampler(config, topology) in ("v6e:2x2", "v5p:2x2x1", "v5p:4x4x4")
   # fp32 parameters and two moments of both networks take less than half of what the chips have.
   assert 2 * 12 * total_params(config.model) / devices < 0.5 * 31.25 * 2**30 * (3 if "v5p" in topology else 1)
 
@@ -74,11 +71,8 @@ def test_published_configurations_are_valid(module):
 def test_the_sampler_has_a_topology_of_its_own():
   config = RUNS["dense"]
   assert topology_of_sampler(config, "v5p:4x4x4") == "v5p:4x4x4"
-  if hasattr(config.sampler, "mesh"):
-    import dataclasses
-
-    sampler = dataclasses.replace(config.sampler, mesh=MeshConfig(fsdp=1, tensor=4))
-    assert topology_of_sampler(dataclasses.replace(config, sampler=sampler), "v5p:4x4x4") == "v5p:2x2x1"
+  sampler = dataclasses.replace(config.sampler, mesh=MeshConfig(fsdp=1, tensor=4))
+  assert topology_of_sampler(dataclasses.replace(config, sampler=sampler), "v5p:4x4x4") == "v5p:2x2x1"
 
 
 def test_each_compilation_gets_the_arguments_of_its_own():
@@ -89,13 +83,13 @@ def test_each_compilation_gets_the_arguments_of_its_own():
 def test_what_lies_in_a_chip_together():
   figures = lambda program, topology, peak, resident: {
     "run": "a", "program": program, "topology": topology, "peak_bytes": peak, "hbm_limit_bytes": 100, "fits": True,
-    "resident_bytes": resident,
+    "resident_bytes": resident, "placement": "shared",
   }  # fmt: skip
   step = figures("step", "v5p:4x4x4", 70, {"policy": 10})
   decode = figures("decode", "v5p:4x4x4", 45, {"parameters": 15, "cache and slots": 20})
   (both,) = together([step, decode])
   assert both["total_bytes"] == 70 + 15 + 20 and not both["fits"]
-  learner, sampler = together([step, decode | {"topology": "v5p:2x2x1"}])
+  learner, sampler = together([each | {"placement": "split"} for each in (step, decode)])
   assert (learner["total_bytes"], sampler["total_bytes"]) == (70, 45 + 15) and learner["fits"] and sampler["fits"]
   console = rich.console.Console(file=io.StringIO(), width=150)
   console.print(together_table([both]))

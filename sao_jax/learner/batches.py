@@ -10,7 +10,7 @@ import numpy as np
 
 from sao_jax.config import RunConfig
 from sao_jax.episode import Trajectory
-from sao_jax.learner.packing import check_row_counts, in_order, lay_out, shard_batch, sharding_of
+from sao_jax.learner.packing import check_row_counts, in_order, lay_out, pack, shard_batch, sharding_of
 from sao_jax.learner.row_plan import RowPlan, plan_rows
 from sao_jax.learner.setup import Learner, rows_multiple
 from sao_jax.parallel.feeding import share_of_rows
@@ -69,23 +69,20 @@ def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
   rollout = learner.config.rollout
   for length in sorted(set(rollout.row_lengths)):
     for count in sorted(set(rollout.row_counts)):
-      plan = RowPlan((count, length), [])
       yield jax.tree.map(
         lambda rows: jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=sharding_of(rows, learner.layout)),
-        _laid_out(learner, [], plan),
+        _packed_alone(learner, [], (length,), (count,)),
       )
 
 
 def _packed_rows(learner: Learner, trajectories: Sequence[Trajectory] | None) -> TrajectoryBatch | None:
   """Returns the rows of this process, in the shape that all agree on; None if one of them has no trajectories."""
   rollout, processes = learner.config.rollout, learner.processes
+  if processes.count == 1:
+    alone = learner, trajectories, rollout.row_lengths, rollout.row_counts
+    return None if trajectories is None else _packed_alone(*alone)
   check_row_counts(rollout.row_counts, rows_multiple(learner))
   counts = [count // processes.count for count in rollout.row_counts]
-  if processes.count == 1:
-    if trajectories is None:
-      return None
-    ordered = in_order(trajectories)
-    return _laid_out(learner, ordered, plan_rows(ordered, rollout.row_lengths, counts))
 
   # The longest rows that any process needs, then the most rows: shorter ones are planned anew for the others.
   ordered = in_order(trajectories or ())
@@ -104,6 +101,16 @@ def _packed_rows(learner: Learner, trajectories: Sequence[Trajectory] | None) ->
   whole = (shape[0] * processes.count, length)
   share = share_of_rows(sharding_of(np.empty(whole, np.bool_), learner.layout), whole, processes.index)
   return _numbered_globally(rows, processes.index if share is None else share, rollout.batch_size)
+
+
+def _packed_alone(
+  learner: Learner, trajectories: Sequence[Trajectory], row_lengths: Sequence[int], row_counts: Sequence[int]
+) -> TrajectoryBatch:
+  """Returns the rows of a process that has nobody to agree with."""
+  config = learner.config
+  routed_shape = config.model.routed_shape if config.algorithm.router_replay else None
+  grouped = config.rollout.group_size > 1
+  return pack(trajectories, row_lengths, row_counts, rows_multiple(learner), routed_shape, grouped=grouped)
 
 
 def _laid_out(

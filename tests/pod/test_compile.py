@@ -47,7 +47,7 @@ def test_all_programs_compile_for_a_topology(run, topology):
 
   # Experts are kernels of a TPU: three products, and two more for the gradient of each.
   if RUNS[run].model.num_experts:
-    assert {"gmm", "tgmm"} <= step["kernels"].keys()
+    assert all(any(name in kernel for kernel in step["kernels"]) for name in ("gmm", "tgmm"))
   assert {row["axes"] for row in step["collectives"]} & {"fsdp", "tensor", "expert", "context"}
   assert step["tokens"] == 16 * LENGTH
 

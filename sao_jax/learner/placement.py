@@ -56,6 +56,8 @@ def local_devices() -> tuple[Any, ...]:
 
 def devices_by_process() -> list[tuple[Any, ...]]:
   """Returns the devices of all processes, in the order of these."""
+  if jax.process_count() == 1:
+    return [local_devices()]
   devices = jax.devices()
   return [
     tuple(device for device in devices if device.process_index == process) for process in range(jax.process_count())
@@ -76,7 +78,7 @@ def place(config: RunConfig) -> Devices:
     if used and several:
       problem = "in a run of several processes each learns, and samples by itself; hosts cannot be set apart or joined."
       raise ConfigError(f"rollout.{field}", problem, "Leave it at its default.")
-  return divide(config, jax.devices(), jax.process_index())
+  return divide(config, [device for host in devices_by_process() for device in host], jax.process_index())
 
 
 def divide(config: RunConfig, devices: Sequence[Any], process: int) -> Devices:

@@ -85,6 +85,12 @@ def test_the_others_learn_why_a_process_failed_and_agree_on_what_to_save():
   assert together(SharedStore(), 2, waits, lambda processes: processes.fail(ValueError("no prompts")))[0] is False
 
 
+def test_nobody_counts_on_a_process_that_has_given_the_rescue_up():
+  store = SharedStore()
+  assert not Processes(1, 2, store).agree_after_failure(12)  # alone for too long
+  assert not Processes(0, 2, store).agree_after_failure(12)
+
+
 def test_a_process_that_shows_no_sign_of_life_is_given_up_and_one_that_waits_is_not():
   def slow(processes):
     stop, seen = SharedStop(Signal(), processes), []

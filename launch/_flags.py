@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import errno
 import logging as python_logging
 import os
 import pathlib
@@ -24,7 +23,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from launch import EXIT_INTERRUPTED, _compilation_cache
-from launch._processes import define_flags, joined, joining_of
+from launch._processes import FULL, define_flags, joined, joining_of
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree, field_values
 from sao_jax.configuration.listing import listing
@@ -154,7 +153,7 @@ def _fail(error: RunError | OSError) -> int:
   """Says in one line what lies outside the code, and returns the exit status; raises any other error again."""
   text = str(error)
   if isinstance(error, OSError):
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno not in FULL:
       raise error
     where = f": {error.filename}" if error.filename else ""  # a write does not tell
     text = f"{error.strerror}{where}. Make room, and run the same command again."

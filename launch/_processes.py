@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from sao_jax.parallel.process import Joining, initialize_processes, joining, lea
 
 TELLING_SECONDS = 3.0  # for the others to read why process 0 has failed: their common store ends with it
 
-_SAID = ConfigError, RunError, OSError, Interrupted  # errors that the program ends with in its own way
+FULL = errno.ENOSPC, errno.EDQUOT  # what a full disk says
+
+_SAID = ConfigError, RunError, Interrupted  # errors that the program ends with in its own way, and a full disk
 
 FLAGS = ("coordinator", "num_processes", "process_id")
 
@@ -59,7 +62,7 @@ def joined(place: Joining | None) -> Iterator[None]:
       processes.fail(error)
     if processes.is_writer:
       time.sleep(TELLING_SECONDS)
-    if isinstance(error, _SAID):
+    if isinstance(error, _SAID) or (isinstance(error, OSError) and error.errno in FULL):
       raise
     logging.exception("Process %d of %d has failed.", processes.index, processes.count)
     if isinstance(error, jax.errors.JaxRuntimeError):

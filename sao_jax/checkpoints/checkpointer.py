@@ -18,7 +18,14 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from sao_jax.checkpoints.host_state import Archives, HostStateHandler, HostStateRestore, HostStateSave, encode
+from sao_jax.checkpoints.host_state import (
+  Archives,
+  HostStateHandler,
+  HostStateRestore,
+  HostStateSave,
+  Unreadable,
+  encode,
+)
 from sao_jax.checkpoints.state_tree import NETWORKS, REST, check_same_leaves, flatten, nest, places, split
 from sao_jax.configuration.paths import check_readable, check_storable, expand
 from sao_jax.errors import ConfigError, RunError
@@ -122,7 +129,8 @@ class Checkpointer:
     Saving the step that was saved or restored last does nothing. After a return to an older step, checkpoints of this
     step and later ones belong to a future that the run has abandoned: they are moved to the subfolder "abandoned".
 
-    A save that fails, at once or in the background, is logged as an error; the next one makes up for it.
+    A save that fails, at once or in the background, is logged as an error; the next one makes up for it. With several
+    processes it ends the run: the others wait in it for the one that failed, and none can begin another one alone.
 
     Args:
       step: number of steps that are done.
@@ -130,7 +138,7 @@ class Checkpointer:
       host_state: plain values and numpy arrays that `host_state.encode` takes.
 
     Raises:
-      CheckpointFailure: it failed, and so did the one before. Later calls try again.
+      CheckpointFailure: it failed, and so did the one before, or there are other processes. Later calls try again.
       TypeError: `host_state` cannot be stored.
       ConfigError: the folder's name is such that no checkpoint in it could be read, or the first one cannot be.
     """
@@ -237,7 +245,9 @@ class Checkpointer:
     return True
 
   def _own(self, host_state: Any, where: str) -> Any:
-    """Takes this process's share of a host state that another number of processes has saved."""
+    """Takes this process's share of a host state that another number of processes has saved; raises a damaged one's."""
+    if isinstance(host_state, Unreadable):
+      raise host_state.error
     if not isinstance(host_state, Archives):
       return host_state
     saved, now = len(host_state.states), self._processes.count
@@ -277,13 +287,17 @@ class Checkpointer:
     except Exception as error:
       failed, self._current = self._current, None
       self._failure, self._failures = error, self._failures + 1
+      alone = self._processes.count == 1
 
-      # The old manager takes the step for saved, and its writers may still be at work: the next save has a new one.
-      self._manager, self._owned = _manager(self._directory, keep=self._keep), False
+      # The old manager takes the step for saved, and its writers may still be at work: the next save has a new one,
+      # which all processes would have to make together.
+      if alone:
+        self._manager, self._owned = _manager(self._directory, keep=self._keep), False
       logging.error("The checkpoint of step %s was not written: %r; %s.", failed, error, self.last_good())
-      if self._failures >= MAX_FAILURES:
+      if self._failures >= MAX_FAILURES or not alone:
+        number = f"{self._failures} checkpoints in a row" if self._failures > 1 else "A checkpoint"
         raise CheckpointFailure(
-          f"{self._failures} checkpoints in a row could not be written, the last one for step {failed} ({error}); "
+          f"{number} could not be written, the last one for step {failed} ({error}); "
           f"{self.last_good()}. Make room or mend the disk: the same command goes on from there."
         ) from error
 
@@ -370,6 +384,8 @@ def load_host_state(directory: str | os.PathLike, step: int) -> Any:
   """
   with _manager(expand(directory), create=False) as manager:
     state = manager.restore(step, args=ocp.args.Composite(**{_HOST: HostStateRestore()}))[_HOST]
+    if isinstance(state, Unreadable):
+      raise state.error
     return state.states[0] if isinstance(state, Archives) else state
 
 

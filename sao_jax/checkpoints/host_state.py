@@ -94,6 +94,16 @@ class Archives(NamedTuple):
   states: list[Any]
 
 
+class Unreadable(NamedTuple):
+  """In place of a host state that cannot be read.
+
+  Attributes:
+    error: says why.
+  """
+
+  error: Exception
+
+
 class HostStateHandler(ocp.AsyncCheckpointHandler):
   """Lets Orbax write the archive of a host state as one item of its atomic checkpoint."""
 
@@ -110,7 +120,17 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
     _path(directory).write_bytes(args.archive)
 
   def restore(self, directory: pathlib.Path, args: HostStateRestore | None = None) -> Any:
-    """Reads the archive of this process; those of all, see `Archives`, if another number of processes has saved."""
+    """Reads the archive of this process; those of all, see `Archives`, if another number of processes has saved.
+
+    Returns `Unreadable` instead of raising an error: all processes wait for each other at the end of reading, and a
+    damaged archive is only one's.
+    """
+    try:
+      return self._read(directory)
+    except (OSError, ValueError) as error:
+      return Unreadable(error)
+
+  def _read(self, directory: pathlib.Path) -> Any:
     saved = sorted(directory.glob("process_*.npz"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if saved and len(saved) != jax.process_count():
       return Archives([decode(path.read_bytes()) for path in saved])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from absl import logging
 
-from sao_jax.checkpoints.checkpointer import Checkpointer
+from sao_jax.checkpoints.checkpointer import Checkpointer, CheckpointFailure
 from sao_jax.errors import RunError
 from sao_jax.parallel.agreement import ALONE, Processes, ProcessFailed
 from sao_jax.report.run_log import RunLog
@@ -61,6 +61,8 @@ class Saver:
     fails = kind is not None and issubclass(kind, Exception)  # a second Ctrl-C ends the program at once
     if not fails or self._consistent is None:
       return
+    if isinstance(error, CheckpointFailure) and self._processes.count > 1:
+      return  # the others may wait in the save that failed here
 
     # Said when it is done; what failed first ends the run, not a save that fails as well.
     step, _ = self._consistent

@@ -14,11 +14,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from toys.shared_store import SharedStore
 
 from sao_jax.checkpoints import checkpointer as checkpointer_module
 from sao_jax.checkpoints import host_state
 from sao_jax.checkpoints.checkpointer import Checkpointer, CheckpointFailure, load_host_state, load_params
 from sao_jax.errors import ConfigError
+from sao_jax.parallel.agreement import Processes
 from sao_jax.types import NetworkState, TrainState
 
 WIDTH = 16
@@ -301,6 +303,22 @@ def test_a_second_save_that_fails_in_a_row_ends_the_run_and_names_the_last_good_
   assert isinstance(error.value.__cause__, OSError)
 
 
+def test_the_first_save_that_fails_ends_a_run_of_several_processes(tmp_path, full_disk, monkeypatch):
+  """To make up for it, all would have to begin anew together; those whose part was written know of nothing."""
+  monkeypatch.setattr(checkpointer_module, "all_processes", lambda: Processes(1, 2, SharedStore()))
+  message = "A checkpoint could not be written, the last one for step 2 .*No space.* of step 1"
+  with pytest.raises(CheckpointFailure, match=message), Checkpointer(tmp_path, every=1) as checkpointer:
+    checkpointer.save(1, make_state(1))
+    checkpointer.wait()
+    manager = checkpointer._manager
+    with full_disk():
+      checkpointer.save(2, make_state(2))
+      try:
+        checkpointer.wait()
+      finally:
+        assert checkpointer._manager is manager  # to make one, processes wait for each other
+
+
 def test_no_context_ends_in_silence_with_a_save_that_failed(tmp_path, full_disk):
   with pytest.raises(OSError, match="No space left"), Checkpointer(tmp_path) as checkpointer, full_disk():
     checkpointer.save(1, make_state(1))
@@ -371,6 +389,16 @@ def test_load_params_refuses_with_the_remedy(tmp_path):
 def test_host_state_refuses_what_only_pickle_could_store(tmp_path, state, place):
   with Checkpointer(tmp_path) as checkpointer, pytest.raises(TypeError, match=place):
     checkpointer.save(1, make_state(), state)
+
+
+def test_a_damaged_host_state_is_no_error_while_processes_wait_for_each_other(tmp_path):
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, make_state(), {"step": 1})
+  next((tmp_path / "1" / "host").glob("*.npz")).write_bytes(b"no archive")
+  read = host_state.HostStateHandler().restore(tmp_path / "1" / "host")
+  assert isinstance(read, host_state.Unreadable) and isinstance(read.error, ValueError)
+  with pytest.raises(ValueError):
+    load_host_state(tmp_path, 1)
 
 
 def test_a_pickle_in_place_of_the_host_state_is_never_loaded(tmp_path):

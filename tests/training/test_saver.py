@@ -6,7 +6,10 @@ import errno
 import types
 
 import pytest
+from toys.shared_store import SharedStore
 
+from sao_jax.checkpoints.checkpointer import CheckpointFailure
+from sao_jax.parallel.agreement import Processes
 from sao_jax.training.phases import Phase, Start
 from sao_jax.training.saver import Diverged, Saver
 
@@ -57,6 +60,15 @@ def test_a_save_is_claimed_once_it_has_happened(saver, monkeypatch, caplog, full
   assert caplog.messages[-1].startswith("Something failed")
   assert ("is saved: step 6" in caplog.text) == (not full)
   assert ("up to step 6 could not be saved" in caplog.text and "No space left" in caplog.text) == full
+
+
+def test_processes_do_not_save_together_once_a_save_has_failed_in_one(saver, monkeypatch):
+  """The others may wait for it in that save."""
+  monkeypatch.setattr(saver, "_processes", Processes(1, 2, SharedStore()))
+  with pytest.raises(CheckpointFailure), saver:
+    saver.end_step(3, "third")
+    raise CheckpointFailure("the disk is full")
+  assert not saver._checkpointer.saved and not saver._processes._store.entries
 
 
 def test_a_failure_within_a_step_saves_nothing(saver):

@@ -36,18 +36,14 @@ class Rows(NamedTuple):
     used: False for rows behind the last pair.
     group_sizes: the number of rows of every expert.
     by_token: the rows in the order of their tokens, unused ones last.
-    tokens: the tokens in that order; N for unused rows.
-    heads: the place in that order of every token's first row.
-    found: True for the tokens that have a row.
+    starts: the place in that order of every token's first row, and of the first unused one.
   """
 
   pairs: Int[Array, " M"]
   used: Bool[Array, " M"]
   group_sizes: Int[Array, " E"]
   by_token: Int[Array, " M"]
-  tokens: Int[Array, " M"]
-  heads: Int[Array, " N"]
-  found: Bool[Array, " N"]
+  starts: Int[Array, " N+1"]
 
 
 def buffer_rows(num_pairs: int, shards: int) -> int:
@@ -133,11 +129,8 @@ def _lay_out(order: jax.Array, ends: jax.Array, start: jax.Array, rows: int, num
   # Sorted by token, the rows of a token stand side by side.
   tokens = jnp.where(used, pairs // num_active, num_tokens)
   tokens, by_token = jax.lax.sort((tokens, index), num_keys=1)
-  every_token = jnp.arange(num_tokens, dtype=jnp.int32)
-  heads = jnp.minimum(jnp.searchsorted(tokens, every_token, method="sort"), rows - 1)
-  return Rows(
-    pairs, used, jnp.diff(reached, prepend=jnp.int32(0)), by_token, tokens, heads, tokens[heads] == every_token
-  )
+  starts = jnp.searchsorted(tokens, jnp.arange(num_tokens + 1, dtype=jnp.int32), method="sort")
+  return Rows(pairs, used, jnp.diff(reached, prepend=jnp.int32(0)), by_token, starts)
 
 
 def _compute(
@@ -165,15 +158,14 @@ def spread(x: Float[Array, "N D"], own: Rows, num_active: int) -> Float[Array, "
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def collect(rows: Float[Array, "M D"], own: Rows, num_active: int) -> Float[Array, "N D"]:
   """The sum of the rows of every token, of which there are at most `num_active`; in fp32. Its transpose is `spread`."""
-  total = rows[own.by_token].astype(jnp.float32)
 
-  # After a step of size s every row holds the sum of 2 s rows: itself and those of its token that follow.
-  step = 1
-  while step < min(num_active, total.shape[0]):
-    same = own.tokens[step:] == own.tokens[:-step]
-    total = total + jnp.pad(jnp.where(same[:, None], total[step:], 0), ((0, step), (0, 0)))
-    step *= 2
-  return jnp.where(own.found[:, None], total.astype(rows.dtype)[own.heads], 0)
+  def add_next(number: jax.Array, total: jax.Array) -> jax.Array:
+    place = own.starts[:-1] + number
+    row = own.by_token[jnp.minimum(place, rows.shape[0] - 1)]
+    return total + jnp.where((place < own.starts[1:])[:, None], rows[row], 0)
+
+  zeros = jnp.zeros((own.starts.shape[0] - 1, rows.shape[1]), jnp.float32)
+  return jax.lax.fori_loop(0, num_active, add_next, zeros).astype(rows.dtype)
 
 
 # Each is the other's gradient.

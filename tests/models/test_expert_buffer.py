@@ -98,9 +98,7 @@ def test_rows_go_to_their_tokens_and_back():
     used=jnp.asarray([True, True, True, False, True]),
     group_sizes=jnp.asarray([4]),
     by_token=jnp.asarray([1, 4, 2, 0, 3]),
-    tokens=jnp.asarray([0, 0, 1, 3, 4]),
-    heads=jnp.asarray([0, 2, 3, 3]),
-    found=jnp.asarray([True, True, False, True]),
+    starts=jnp.asarray([0, 2, 3, 3, 4]),
   )
   rows, x = jnp.asarray([[1.0], [2.0], [4.0], [8.0], [16.0]]), jnp.asarray([[1.0], [2.0], [3.0], [4.0]])
   out, to_rows = jax.vjp(lambda rows: collect(rows, own, 2), rows)

@@ -226,7 +226,9 @@ fetch() {
 }
 
 delete() {
-  if [[ -z "$dry_run" && -z "$(state)" ]]; then
+  local now
+  now="$(state)"  # on its own, so that a question that failed ends this: the pod may be there, and costs money
+  if [[ -z "$dry_run" && -z "$now" ]]; then
     echo "$name is not there."
     return
   fi

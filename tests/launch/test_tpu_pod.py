@@ -143,6 +143,13 @@ def test_a_pod_that_was_taken_away_is_named(machine):
   assert "PREEMPTED" in told and "remedy: launch/tpu_pod.sh delete --name=pod --zone=z1" in told
 
 
+@pytest.mark.parametrize("command", [("create", "--type=v5p-16"), ("delete",)])
+def test_a_question_without_an_answer_is_an_error_and_no_pod_that_is_not_there(machine, command):
+  (machine / "gcloud").write_text("#!/usr/bin/env bash\necho 'ERROR: UNAUTHENTICATED' >&2\nexit 1\n")
+  told = script(machine, *command, *WHERE, status=1)
+  assert "could not tell about pod" in told and "UNAUTHENTICATED" in told
+
+
 @pytest.mark.parametrize(
   "arguments, named",
   [

@@ -131,11 +131,7 @@ def _channel(instruction: Instruction) -> str | None:
 
 def _collective(program: Program, instruction: Instruction, runs: float, mesh: Mapping[str, int]) -> Collective:
   """Reads one instruction."""
-  kind, results = _kind(instruction), instruction.arrays
-  if instruction.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
-    # Its result is (operands ..., results ..., flags): the second half of the arrays.
-    results = [array for array in results if array.shape] or results
-    results = results[len(results) // 2 :]
+  kind, results = _kind(instruction), instruction.results
   size = sum(array.bytes for array in results)
   largest = max(results, key=lambda array: array.bytes)
 

@@ -83,6 +83,24 @@ class Instruction:
     return arrays_of(self.type)
 
   @property
+  def results(self) -> tuple[Array, ...]:
+    """The arrays of the result, without those that the start of an asynchronous operation names besides.
+
+    A start's result holds its operands again, in brackets of their own or before the results, and flags. That of a copy
+    begins with the copy.
+    """
+    if not self.opcode.endswith("-start"):
+      return self.arrays
+    if self.opcode == "copy-start":
+      return self.arrays[:1]
+    if self.type.startswith("(("):
+      repeated = len(arrays_of(self.type[1 : _closing_bracket(self.type, 2)]))
+      return tuple(array for array in self.arrays[repeated:] if array.shape)
+    arrays = [array for array in self.arrays if array.shape] or list(self.arrays)
+    paired = self.opcode in ("all-gather-start", "collective-permute-start")
+    return tuple(arrays[len(arrays) // 2 :] if paired else arrays)
+
+  @property
   def bytes(self) -> int:
     """Of all arrays of the result."""
     return sum(array.bytes for array in self.arrays)

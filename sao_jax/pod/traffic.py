@@ -80,9 +80,11 @@ def _bytes_moved(program: Program, instruction: Instruction) -> float:
   if opcode == "scatter":
     return 2 * _in_hbm(operands[-1]) + _in_hbm(operands[1])  # in place
   if opcode.endswith("-start"):
-    # Its result is a tuple that names the operand again.
-    first = instruction.arrays[0]
-    return (first.bytes if first.in_hbm else 0) + sum(map(_in_hbm, operands))
+    written = sum(array.bytes for array in instruction.results if array.in_hbm)
+    # A slice reads no more than it writes, be it elsewhere.
+    is_slice = opcode in ("slice-start", "dynamic-slice-start")
+    read = sum(array.bytes for array in instruction.results) if is_slice else sum(map(_in_hbm, operands))
+    return written + read
   if opcode == "fusion":
     inner = next(name for how, name in instruction.called() if how == "calls")
     read = sum(

@@ -201,3 +201,22 @@ def test_a_compiled_program_is_read():
 def test_what_is_no_program_is_refused():
   with pytest.raises(ValueError, match="no program"):
     parse("nothing")
+
+
+def test_starts_of_asynchronous_operations_count_what_they_move():
+  """Their results name the operands again; of a slice the whole array, of which only the slice is read."""
+  text = """ENTRY %main (w: f32[48,256,512]) -> f32[16] {
+  %w = f32[48,256,512]{2,1,0} parameter(0)
+  %x = f32[16]{0} parameter(1)
+  %s = ((f32[48,256,512]{2,1,0}), f32[1,256,512]{2,1,0:S(1)}, s32[]{:S(2)}) slice-start(%w), slice={[0:1], [0:256]}
+  %c = (f32[16]{0:S(1)}, f32[16]{0}, u32[]{:S(2)}) copy-start(%x)
+  %g = (f32[16]{0}, f32[32]{0}) all-gather-start(%x), channel_id=1, replica_groups={{0,1}}, dimensions={0}
+  %r = ((f32[16]{0}), f32[8]{0}, u32[]{:S(2)}) reduce-scatter-start(%x), channel_id=2, replica_groups={{0,1}}
+  ROOT %a = ((f32[16]{0}), f32[16]{0}) all-to-all-start(%x), channel_id=3, replica_groups={{0,1}}, dimensions={0}
+}
+"""
+  program = parse(text)
+  moved = [4 * 256 * 512, 4 * 16, 4 * (16 + 32), 4 * (16 + 8), 4 * (16 + 16)]
+  assert hbm_bytes(program) == sum(moved)
+  sent = {each.kind: each.wire_bytes for each in collectives(program, {"fsdp": 2})}
+  assert sent == {"all-gather": 4 * 32 / 2, "reduce-scatter": 4 * 16 / 2, "all-to-all": 4 * 16 / 2}

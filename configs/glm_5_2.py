@@ -1,18 +1,16 @@
 """GLM-5.2 (750B, 40B of them active), policy and critic, on 512 v5p chips: 128 trajectories x 131,072 tokens.
 
-    python -m launch.train --config=configs/glm_5_2.py --workdir=gs://BUCKET/runs/glm \\
-      --config.model.checkpoint=DIR --config.environment.tokenizer_folder=model.checkpoint
+    python -m launch.compile_pod --config=configs/glm_5_2.py --topology=v5p:8x8x8
 
-DIR is the model's Hugging Face folder. Without it the model starts from random weights and reads bytes, which shows
-that everything runs and fits. What each chip holds and what bounds a step: `python -m launch.compile_pod
---config=configs/glm_5_2.py --topology=v5p:8x8x8`.
+tells what each chip holds and what bounds a step. To be trained it needs what a run cannot do yet: hosts that hold one
+copy of the policy together.
 
 The mesh: each axis is one axis of the torus. A row lies on eight chips (context=8), whose latents are small enough to
 be gathered; experts live on eight others (expert=8), to which tokens travel, and weights are split over all three.
 Two micro-batches of 64 rows leave 16,384 tokens to a chip at a time.
 
-A copy of the policy for sampling takes 64 chips, which cannot learn besides: further hosts sample, 16 of them together,
-with --config.rollout.placement=split --config.rollout.sampler_hosts=128 on twice as many chips.
+A copy of the policy for sampling takes 64 chips, 16 hosts, which cannot learn besides: `sampler.mesh` and
+`rollout.hosts_per_sampler` say how it would lie there.
 """
 
 from __future__ import annotations

@@ -11,9 +11,7 @@ The mesh: a row of 131,072 tokens lies on four chips (context=4), one plane of t
 (fsdp=16). Eight micro-batches of 16 rows leave 32,768 tokens to a chip at a time; gathering the weights eight times
 costs a few seconds of a step of minutes. On v6e:16x16: --config.mesh.context=16.
 
-Every host samples, too: its four chips hold one copy of the policy, split by experts, and eight contexts. On a larger
-slice some hosts may do nothing else: --config.rollout.placement=split --config.rollout.sampler_hosts=16
---config.sampler.num_slots=24.
+Every host samples, too: its four chips hold one copy of the policy, split by experts, and eight contexts.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def make_programs(model: ModelConfig, sampler: SamplerConfig, layout: Layout, ke
   """The programs of an engine on the devices of `layout`, which need not be here as long as nothing runs.
 
   Raises:
-    ConfigError: the pages hold no context.
+    ConfigError: the pages hold no context, or do not split over the mesh.
   """
   rule = SamplingRule(top_p=sampler.top_p, top_k=sampler.top_k)
   dtype = choose_dtype(sampler, layout.platform)

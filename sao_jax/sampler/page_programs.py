@@ -40,18 +40,28 @@ class PagePrograms:
     """`sizes` do not change afterwards.
 
     Raises:
-      ConfigError: the pages do not hold one context.
+      ConfigError: the pages do not hold one context, or do not split over the mesh.
     """
     self.sizes, config = sizes, sizes.sampler
     self._pools = sizes.layout.shards("slots")
+
+    # As many pages in each pool, which hold at least one context.
     self._pages_per_slot = -(-config.context_length // config.page_size)
-    self._num_pages = (config.num_pages or config.num_slots * self._pages_per_slot) // self._pools
+    self._num_pages, left = divmod(config.num_pages or config.num_slots * self._pages_per_slot, self._pools)
+    if left:
+      raise ConfigError(
+        "sampler.num_pages",
+        f"{config.num_pages} pages cannot be split over {self._pools} devices of the mesh's data axes.",
+        f"use a multiple of {self._pools}, or 0: as many as all slots need.",
+      )
     if self._num_pages < self._pages_per_slot:
       raise ConfigError(
         "sampler.num_pages",
         f"{config.num_pages} pages hold no context of {config.context_length} tokens in each of {self._pools} parts.",
         f"use at least {self._pools * self._pages_per_slot}, or 0: as many as all slots need.",
       )
+
+    # The pools on the host, and the sizes of a prefill.
     self._pool = PagePool(config.num_slots, self._pages_per_slot, self._num_pages, config.page_size, self._pools)
     self._lengths = buckets.prefill_buckets(config)
     self._rows = min(config.prefill_batch, config.num_slots // self._pools)

@@ -28,7 +28,7 @@ from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.mesh import make_mesh
 from sao_jax.sampler import kv_pages, latent_pages, page_steps
-from sao_jax.sampler.cache_layout import choose_dtype, choose_layout
+from sao_jax.sampler.cache_layout import choose_dtype, choose_layout, make_programs
 from sao_jax.sampler.engine import Engine
 from sao_jax.sampler.page_prefill import plan_paged_calls
 from sao_jax.sampler.prefill import Extension
@@ -185,6 +185,12 @@ def test_calls_hold_all_tokens_in_order_and_no_more_than_they_may():
 def test_pages_that_hold_no_context_are_refused():
   with pytest.raises(ConfigError, match="num_pages.*\n.*at least 10"):
     Engine(params_of(DENSE), DENSE, dataclasses.replace(PAGES, num_pages=9), seed=0)
+
+
+def test_pages_that_do_not_split_over_a_mesh_are_refused():
+  layout = Layout(make_mesh(MeshConfig(data=2, fsdp=2), jax.devices()[:4]), SAMPLER_RULES)
+  with pytest.raises(ConfigError, match="num_pages: 43 pages.*4 devices.*\n.*multiple of 4"):
+    make_programs(DENSE, dataclasses.replace(PAGES, num_pages=43), layout)
 
 
 def test_the_platform_chooses_layout_and_dtype():

@@ -20,8 +20,8 @@ def make_publish(
   dtype: Any | None = None,
   *,
   prepare: Prepare = lambda params: params,
-  gathered: Sharding | None = None,
   groups: Sequence[Mesh] = (),
+  split: Any | None = None,
   shapes: Params | None = None,
 ) -> Callable[[Params | None], Params | None]:
   """Returns `publish(params)`, a copy of `params` where and how the sampler wants it.
@@ -37,15 +37,15 @@ def make_publish(
     target_shardings: a sharding, or a tree of shardings, of the sampler's devices; None leaves the copy in place.
     dtype: the dtype of the copy: one for all floating leaves, or a tree with one for each; None keeps the dtypes.
     prepare: maps the training tree to the tree that is copied, for example merges LoRA.
-    gathered: where parameters live on devices of several processes, the replicated sharding on all of them: the copy
-      comes to every process whole, and goes on from there to the sampler's devices, which are its own.
-    groups: instead of `gathered`, the meshes that sample, of all processes; no device holds more than its part. The
-      target shardings are on one of them, and their specs hold on all.
+    groups: where parameters live on devices of several processes, the meshes that sample, of all processes. The target
+      shardings are on one of them, and their specs hold on all.
+    split: with groups, the tree of `NamedSharding`s that the cast copy has on the learner's devices before it travels;
+      None leaves that to the compiler.
     shapes: shapes and dtypes of the copy; needed by processes that sample only, which call `publish(None)`.
   """
   copy = cast_copy(dtype, prepare)
-  copy_here = jax.jit(copy, out_shardings=gathered)
-  if target_shardings is None and gathered is None:
+  copy_here = jax.jit(copy, out_shardings=split)
+  if target_shardings is None:
     return copy_here
 
   targets = {devices_of(sharding) for sharding in jax.tree.leaves(target_shardings)}
@@ -55,9 +55,6 @@ def make_publish(
   def publish(params: Params | None) -> Params | None:
     if to_groups is not None:
       return to_groups(None if params is None else copy_here(params))
-    if gathered is not None:
-      own = jax.tree.map(lambda leaf: leaf.addressable_data(0), copy_here(params))
-      return own if target_shardings is None else jax.device_put(own, target_shardings)
     if {devices_of(leaf.sharding) for leaf in jax.tree.leaves(params)} == targets:
       return copy_to_target(params)
     return jax.device_put(copy_here(params), target_shardings)

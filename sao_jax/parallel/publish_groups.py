@@ -4,17 +4,24 @@ A group is the devices of one host, or of a few neighbouring ones, and holds a w
 devices that it does not see, so every step is a program that all processes concerned run together: the groups become
 one mesh with a leading axis `role`, over which parameters are replicated.
 
-* Where the groups are the learner's own devices, one reshard to that mesh does it.
-* Where others sample, the learner's devices form groups as well, of the same size, and stand in front of the samplers'
-  on the axis. One program then copies entry 0 to all; what the samplers put in is zeros.
+* Where the groups are the learner's own devices, the relayout to that mesh does it.
+* Where others sample, the learner's devices form groups as well, of the same size.
+  Those that share a process with a sampler hand it their copy.
+  Elsewhere they stand in front of the samplers' on the axis, and one program copies entry 0 to all; what the samplers
+  put in is zeros.
 
-Leaves travel one after the other, so that beside the cast copy, which is split over all learners, no learner holds
-more than one leaf in the layout of a group.
+Memory, in the dtype of the copy, which is 2 bytes a parameter in bf16. Every learner holds its share of the cast copy,
+split over all of them, and leaves go one after the other: a group that learns and samples holds nothing else but its
+own copy, which it keeps, and the copy that its sampler still reads. A relayout for which XLA finds no better way
+gathers all that it reads on every device. So large leaves, those of all layers, go a few layers at a time inside of
+their program: at worst a device needs room for about three pieces of `PIECE` bytes. Learners beside samplers hold one
+leaf in the layout of a group, those in front of others two.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +33,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sao_jax.parallel.params import Params
 
 ROLE = "role"
+PIECE = 2**29  # bytes; what is gathered at a time, unless a single layer of a leaf has more
 
 
 def make_group_publish(
@@ -60,12 +68,17 @@ def send(leaf: jax.Array, spec: PartitionSpec, groups: Sequence[Mesh], own: Mesh
   learners = set(leaf.sharding.device_set)
   samplers = {device for mesh in groups for device in mesh.devices.flat}
   if learners == samplers:
-    everywhere = jax.device_put(leaf, NamedSharding(stack(groups), spec))
+    everywhere = relayout(leaf, NamedSharding(stack(groups), spec))
     return on_mesh(everywhere, leaf.shape, NamedSharding(own, spec))
 
-  # The learner's devices as groups: those in front, and entry 0 is what counts.
+  # The learner's devices as groups. A sampler of this process takes the copy of one beside it.
   fronts = learner_groups(learners, samplers, groups[0])
-  whole = jax.device_put(leaf, NamedSharding(stack(fronts), spec))
+  whole = relayout(leaf, NamedSharding(stack(fronts), spec))
+  if own is not None:
+    beside = next(front for front in fronts if processes_of(front) == processes_of(own))
+    return jax.device_put(on_mesh(whole, leaf.shape, NamedSharding(beside, spec)), NamedSharding(own, spec))
+
+  # Samplers elsewhere: the learner's groups stand in front, and entry 0 is what counts.
   entries = with_role(stack(fronts), spec, len(fronts))(whole)
   spread(entries, spec, (*fronts, *groups))
   return None
@@ -89,6 +102,51 @@ def spread(entries: jax.Array, spec: PartitionSpec, roles: Sequence[Mesh]) -> ja
   sharding = NamedSharding(stack(roles), PartitionSpec(ROLE, *spec))
   shape = (len(roles), *entries.shape[1:])
   return broadcast(sharding)(on_mesh(entries, shape, sharding))
+
+
+def relayout(leaf: jax.Array, target: NamedSharding) -> jax.Array:
+  """The same array in another layout over the same devices, which another mesh may have in another order."""
+  # Parts first go, as they are, to where the target's order of the devices has them: a permutation.
+  mesh = leaf.sharding.mesh
+  ordered = Mesh(target.mesh.devices.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
+  leaf = jax.device_put(leaf, NamedSharding(ordered, leaf.sharding.spec))
+
+  # Then they are exchanged, layers by layers if neither layout splits the leading dimension.
+  whole = all(not sharding.spec or sharding.spec[0] is None for sharding in (leaf.sharding, target))
+  pieces = pieces_of(leaf, PIECE) if whole and leaf.ndim > 1 else 1
+  return exchange(halfway(leaf, target), target, pieces)(leaf)
+
+
+def halfway(leaf: jax.Array | jax.ShapeDtypeStruct, target: NamedSharding) -> NamedSharding:
+  """The layout of the target with one more dimension over `role`: the one that `leaf` splits most.
+
+  From there a gather over `role` is left. On the way there devices exchange parts with those of their group, which XLA
+  does not find by itself. Where the dimension does not divide, it is the target.
+  """
+  parts = [whole // part for whole, part in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape), strict=True)]
+  if max(parts, default=1) == 1:
+    return target
+  spec, dimension = [*target.spec, *(None,) * (leaf.ndim - len(target.spec))], parts.index(max(parts))
+  axes = spec[dimension] if isinstance(spec[dimension], tuple) else (spec[dimension],)
+  spec[dimension] = (ROLE, *(axis for axis in axes if axis is not None))
+  divides = leaf.shape[dimension] % math.prod(target.mesh.shape[axis] for axis in spec[dimension]) == 0
+  return NamedSharding(target.mesh, PartitionSpec(*spec)) if divides else target
+
+
+def pieces_of(leaf: jax.Array | jax.ShapeDtypeStruct, size: int) -> int:
+  """Into how many pieces the leading dimension divides, so that each has at most `size` bytes, if it can.
+
+  >>> pieces_of(jax.ShapeDtypeStruct((48, 1024), "bfloat16"), 10_000)
+  12
+  """
+  layers = leaf.shape[0]
+  fitting = (n for n in range(1, layers + 1) if layers % n == 0 and leaf.size * leaf.dtype.itemsize <= n * size)
+  return next(fitting, max(layers, 1))
+
+
+def processes_of(mesh: Mesh) -> set[int]:
+  """The processes that a mesh has devices of."""
+  return {device.process_index for device in mesh.devices.flat}
 
 
 def learner_groups(learners: set[jax.Device], samplers: set[jax.Device], like: Mesh) -> list[Mesh]:
@@ -116,6 +174,20 @@ def on_mesh(array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -
 
 
 # Programs, compiled once for every shape.
+
+
+@functools.cache
+def exchange(between: NamedSharding, target: NamedSharding, pieces: int) -> Callable[[jax.Array], jax.Array]:
+  """Brings a leaf by one layout into another, `pieces` of its leading dimension one after the other."""
+
+  def exchange_piece(part: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(part, between), target)
+
+  def exchange_pieces(leaf: jax.Array) -> jax.Array:
+    parts = leaf.reshape(pieces, -1, *leaf.shape[1:])
+    return jax.lax.map(exchange_piece, parts).reshape(leaf.shape)
+
+  return jax.jit(exchange_pieces if pieces > 1 else exchange_piece, out_shardings=target)
 
 
 @functools.cache

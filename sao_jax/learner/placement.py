@@ -94,7 +94,8 @@ def divide(config: RunConfig, devices: Sequence[Any], process: int) -> Devices:
     process: the index of this process.
 
   Raises:
-    ConfigError: hosts do not divide into groups, one side has none, or a side is no box of the torus.
+    ConfigError: hosts, or the learners of one of several, do not divide into groups; one side has none, or is no box of
+      the torus.
   """
   rollout = config.rollout
   hosts = [
@@ -118,6 +119,10 @@ def divide(config: RunConfig, devices: Sequence[Any], process: int) -> Devices:
     _check_sides(field, count, min(map(len, hosts)), "devices of a host")
     learner = tuple(device for host in hosts for device in host[:-count])
     groups = tuple(host[-count:] for host in hosts)
+    rest = next((len(host) - count for host in hosts if (len(host) - count) % count), None)
+    if len(hosts) > 1 and rest is not None:
+      problem = f"{rest} devices of a host learn, which are no whole number of groups of the {count} that sample."
+      raise ConfigError(field, problem, "Let it divide the number of learning devices of every host.")
 
   for side, members in (("learn", learner), *(("sample", group) for group in groups)):
     if members[0].platform == "tpu" and math.prod(torus_of(members)) != len(members):

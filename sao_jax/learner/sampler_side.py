@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import jax
 
-from sao_jax.config import RunConfig
+from sao_jax.config import MeshConfig, RunConfig
 from sao_jax.learner.placement import make_sampler_mesh, place
 from sao_jax.learner.setup import Learner
 from sao_jax.models.lora import merge_lora
 from sao_jax.parallel.layout import SAMPLER_RULES, Layout
+from sao_jax.parallel.mesh import make_mesh
+from sao_jax.parallel.params import Specs
 from sao_jax.parallel.publish import make_publish
 from sao_jax.sampler.engine import Engine
 from sao_jax.sampler.scheduler import Scheduler
@@ -21,18 +23,35 @@ from sao_jax.types import PyTree
 def make_publisher(learner: Learner) -> Callable[[PyTree], PyTree]:
   """Returns `publish(params)`: the sampler's own copy of the policy on its devices, never aliasing the training tree.
 
-  LoRA's factors are merged into the matrices that they adapt.
+  LoRA's factors are merged into the matrices that they adapt. With several processes all call it together, and each
+  gets the copy of its own sampler.
   """
   devices = place(learner.config).sampler
   sampler_mesh = make_sampler_mesh(learner.config, devices)
   specs = {name: spec for name, spec in learner.policy.specs.items() if name != "lora"}
+  dtypes = jax.tree.map(lambda spec: spec.compute_dtype or learner.config.model.dtype, specs)
+  if learner.processes.count > 1:
+    return _make_joined_publisher(learner, specs, dtypes)
+
   if sampler_mesh is None:
     target = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(devices[0]), specs)
   else:
     target = Layout(sampler_mesh, SAMPLER_RULES).param_shardings(specs)
-  dtypes = jax.tree.map(lambda spec: spec.compute_dtype or learner.config.model.dtype, specs)
-  replicated = learner.layout.sharding() if learner.processes.count > 1 else None
-  return make_publish(target, dtypes, prepare=merge_lora, gathered=replicated)
+  return make_publish(target, dtypes, prepare=merge_lora)
+
+
+def _make_joined_publisher(learner: Learner, specs: Specs, dtypes: PyTree) -> Callable[[PyTree], PyTree]:
+  """The publisher of several processes: every sampler's devices are a mesh, also a single one."""
+  config, placed = learner.config, place(learner.config)
+  groups = [make_sampler_mesh(config, group) or make_mesh(MeshConfig(), group) for group in placed.groups]
+  target = Layout(groups[0], SAMPLER_RULES).param_shardings(specs)
+  split = learner.layout.param_shardings(specs)
+  publish = make_publish(target, dtypes, prepare=merge_lora, groups=groups, split=split)
+  if len(placed.sampler) > 1:
+    return publish
+
+  # An engine on a single device has no mesh.
+  return lambda params: jax.tree.map(lambda leaf: leaf.addressable_data(0), publish(params))
 
 
 def make_service(

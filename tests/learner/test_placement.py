@@ -104,6 +104,15 @@ def test_every_host_may_divide_its_own_devices():
   assert ids(found.sampler) == [6, 7] and found.learns
 
 
+def test_learners_of_a_host_are_whole_groups_like_its_samplers():
+  with pytest.raises(
+    ConfigError, match="1 devices of a host learn, which are no whole number of groups of the 3"
+  ) as error:
+    divided(pod(2), placement="split", sampler_devices=3)
+  assert error.value.field == "rollout.sampler_devices"
+  assert ids(divided(pod(1), placement="split", sampler_devices=3).learner) == [0]  # in one process they may be any
+
+
 def test_a_side_that_is_no_box_of_the_torus_is_refused():
   with pytest.raises(ConfigError, match="the 3 devices that learn are no box of the torus") as error:
     divided(pod(1, "tpu"), placement="split", sampler_devices=1)

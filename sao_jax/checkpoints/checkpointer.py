@@ -27,7 +27,7 @@ from sao_jax.checkpoints.host_state import (
   encode,
 )
 from sao_jax.checkpoints.state_tree import NETWORKS, REST, check_same_leaves, flatten, nest, places, split
-from sao_jax.configuration.paths import check_readable, check_storable, expand
+from sao_jax.configuration.paths import check_readable, check_storable, expand, move
 from sao_jax.errors import ConfigError, RunError
 from sao_jax.parallel.agreement import all_processes
 from sao_jax.types import PyTree
@@ -86,6 +86,7 @@ class Checkpointer:
     keep: int = 2,
     every: int = 100,
     share: Callable[[Sequence[Any]], Any] | None = None,
+    before: Callable[[], None] = lambda: None,
   ):
     """Opens `directory`, which is made if need be.
 
@@ -95,9 +96,11 @@ class Checkpointer:
       every: steps between two checkpoints (see `due`).
       share: makes the host state of this process of those that another number of processes has saved; None refuses
         such a checkpoint.
+      before: called before a checkpoint is written, to store what must be there once it is complete; its error is that
+        of the save.
     """
     self._directory = expand(directory)
-    self._keep, self._every, self._share = keep, every, share
+    self._keep, self._every, self._share, self._before = keep, every, share, before
     self._processes = all_processes()
     self._current: int | None = None  # the step that this process saved or restored last
     self._failure: Exception | None = None  # of the last save
@@ -154,6 +157,7 @@ class Checkpointer:
     self._failure, self._current = None, step
 
     def start() -> None:
+      self._before()
       self._take_over(step)
       items = {name: ocp.args.StandardSave(nest(leaves)) for name, leaves in split(state).items() if leaves}
       self._manager.save(step, args=ocp.args.Composite(**items, **{_HOST: HostStateSave(archive)}), force=True)
@@ -322,8 +326,7 @@ class Checkpointer:
           shutil.rmtree(path, ignore_errors=True)
       for later in abandoned:
         target = _free_name(self._directory / _ABANDONED / str(later))
-        target.parent.mkdir(exist_ok=True)
-        os.replace(self._directory / str(later), target)
+        move(self._directory / str(later), target)
         logging.warning("The checkpoint of step %d was moved to %s: this run goes on before it.", later, target)
     self._owned = not any(self._directory.glob(_UNFINISHED))  # a writer of a failed save may be at work even now
     if abandoned:

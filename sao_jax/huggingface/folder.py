@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sao_jax.config import ModelConfig
-from sao_jax.configuration.paths import expand
+from sao_jax.configuration.paths import expand, in_bucket
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families import family_of_fields
 from sao_jax.huggingface.families.family import DEFAULT_MODEL, Family
@@ -44,6 +44,12 @@ class HFFolder:
     Raises:
       ConfigError: no such folder, no safetensors in it, a broken file, an unknown family or quantisation.
     """
+    if in_bucket(path):
+      raise ConfigError(
+        "model.checkpoint",
+        f"{path} is a Hugging Face folder in a bucket; tensors are read from a disk only.",
+        "Copy it to a local disk, as in gcloud storage cp --recursive, and name that.",
+      )
     self.path = pathlib.Path(os.path.expanduser(path))
     if not is_hf_folder(path):
       raise ConfigError(

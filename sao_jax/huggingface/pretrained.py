@@ -6,12 +6,12 @@ The folder decides the model's shape and, if asked, the tokenizer; the configura
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Collection
 from typing import Any
 
 from sao_jax.config import MODEL_CHECKPOINT, RunConfig
 from sao_jax.configuration import config_tree
+from sao_jax.configuration.paths import check_readable, in_bucket, located
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families.family import SHAPE
 from sao_jax.huggingface.folder import HFFolder, is_hf_folder
@@ -23,7 +23,9 @@ HF_SUBFOLDER = "huggingface"
 
 def base_folder(checkpoint: str) -> HFFolder | None:
   """Opens the Hugging Face folder at `checkpoint`, or the one kept inside a converted checkpoint; None without any."""
-  for path in (pathlib.Path(checkpoint), pathlib.Path(checkpoint, HF_SUBFOLDER)):
+  if in_bucket(checkpoint):
+    check_readable(located(checkpoint), "model.checkpoint")
+  for path in (located(checkpoint), located(checkpoint) / HF_SUBFOLDER):
     if checkpoint and is_hf_folder(path):
       return HFFolder(path)
   return None

@@ -6,6 +6,7 @@ first drops the lines beyond its restored step, so no step appears twice.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sao_jax.configuration.paths import located
 from sao_jax.report.line_file import LineFile
 from sao_jax.report.tensorboard import TensorBoardEvents
 
@@ -108,7 +110,7 @@ def metric_lines(workdir: str | os.PathLike, phase: str | None = None, *, having
 
   Lines without the text `having` are left out, and not even parsed.
   """
-  lines = valid_lines(pathlib.Path(workdir) / METRICS_FILE, having)
+  lines = valid_lines(located(workdir) / METRICS_FILE, having)
   return (line for line in lines if phase is None or line.get("phase") == phase)
 
 
@@ -139,7 +141,7 @@ def valid_lines(path: pathlib.Path, having: str = "") -> Iterator[dict[str, Any]
   """
   if not path.exists():
     return
-  with path.open(encoding="utf-8", errors="replace") as file:
+  with io.TextIOWrapper(path.open("rb"), encoding="utf-8", errors="replace") as file:
     for text in file:
       line = _parsed(text) if having in text else None
       if line is not None:

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sao_jax.configuration.paths import in_bucket, located
 from sao_jax.errors import ConfigError
 from sao_jax.report.curves import PANELS, figure
 from sao_jax.report.line_file import LineFile
@@ -41,7 +42,7 @@ def write_report(workdir: str | os.PathLike, phase: str = "train") -> list[pathl
   Raises:
     ConfigError: when there is nothing at all to report, or a package of the `report` extra is missing.
   """
-  workdir = pathlib.Path(os.path.expanduser(workdir))
+  workdir = located(os.path.expanduser(workdir))
   lines = thinned(metric_lines(workdir, phase), DRAWN)
   episodes = read_episodes(workdir, phase)
   if not lines and not episodes:
@@ -93,7 +94,7 @@ def append_episode(
 
 def read_episodes(workdir: str | os.PathLike, phase: str | None = None) -> list[dict[str, Any]]:
   """Returns the recorded episodes (of one `phase`) in order; [] without a file. A torn line is left out."""
-  lines = valid_lines(pathlib.Path(workdir) / EPISODES_FILE)
+  lines = valid_lines(located(workdir) / EPISODES_FILE)
   episodes = [line for line in lines if isinstance(line.get("segments"), list)]
   # Lines of earlier versions name no phase.
   return [episode for episode in episodes if phase is None or episode.get("phase", phase) == phase]
@@ -142,7 +143,7 @@ def _page(
   environment.filters["visible"] = lambda text: str(text).translate(_VISIBLE_CONTROLS)
 
   return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-    name=config.get("name") or workdir.resolve().name,
+    name=config.get("name") or (workdir if in_bucket(workdir) else workdir.resolve()).name,
     facts=_facts(lines),
     alarms=_alarms(lines),
     panels=[(panel, base64.b64encode(images[panel.name]).decode("ascii")) for panel in PANELS],

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Sequence
 
 from sao_jax.checkpoints.host_state import decode, encode
+from sao_jax.configuration.paths import located
 from sao_jax.episode import Trajectory
 from sao_jax.parallel.process import data_process_index
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
@@ -19,7 +19,7 @@ class Record:
   """
 
   def __init__(self, workdir: str | os.PathLike, phase: str):
-    self.directory = pathlib.Path(workdir) / "consumed" / phase
+    self.directory = located(workdir) / "consumed" / phase
 
   def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
     """Records the batch of `step`; when a resumed run repeats the step, the new batch replaces the old one."""

@@ -83,7 +83,7 @@ def pretrain_value(config: RunConfig, workdir: str | os.PathLike, *, validated: 
   """
   changed = dataclasses.replace(config, critic_optimizer=config.value_pretraining.optimizer)
   phase = phases.value_pretraining(config)
-  return run_phase(changed, pathlib.Path(workdir), phase, freeze=False, validated=validated, recorded=config)
+  return run_phase(changed, expand(workdir), phase, freeze=False, validated=validated, recorded=config)
 
 
 def train(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = False) -> Result:
@@ -96,7 +96,7 @@ def train(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fa
     result.evaluation.success.rate
   """
   phase = phases.reinforcement_learning(config)
-  return run_phase(config, pathlib.Path(workdir), phase, freeze=True, validated=validated)
+  return run_phase(config, expand(workdir), phase, freeze=True, validated=validated)
 
 
 def run_phase(
@@ -131,12 +131,13 @@ def run_phase(
   # Ctrl-C ends the phase after the step in progress, and saves it; a second one ends the program at once.
   settings = config.training
   with (
-    open_run(recorded or config, workdir) as record,
+    open_run(recorded or config, workdir) as folder,
     Checkpointer(
       workdir / phase.name,
       keep=settings.keep_checkpoints,
       every=settings.checkpoint_every,
       share=functools.partial(share_host_state, processes=learner.processes),
+      before=folder.store,
     ) as checkpointer,
     Interrupt(saves=False) as interrupt,
   ):
@@ -144,11 +145,11 @@ def run_phase(
       start = phases.restore_or_begin(config, learner, workdir, phase, checkpointer)
     if phase.policy_steps:
       learner = phases.settle_objective(learner, critic_pretrained=start.critic_pretrained)
-    record()
-    if _is_finished(learner, workdir, phase, start):
+    folder.record()
+    if _is_finished(learner, folder.files, phase, start):
       logging.info("%s: all steps are done (%d), there is nothing left to do.", phase.name, start.step)
       return Result(start.state, start.step, interrupted=False, evaluation=None)
-    result = _run(config, learner, workdir, phase, start, checkpointer, interrupt)
+    result = _run(config, learner, folder.files, phase, start, checkpointer, interrupt)
     saved = checkpointer.latest_step()
 
   if result.interrupted:
@@ -159,13 +160,13 @@ def run_phase(
 def _run(
   config: RunConfig,
   learner: Learner,
-  workdir: pathlib.Path,
+  files: pathlib.Path,
   phase: Phase,
   start: Start,
   checkpointer: Checkpointer,
   interrupt: Interrupt,
 ) -> Result:
-  """Trains from `start` to the end of the phase."""
+  """Trains from `start` to the end of the phase; metrics and the like go to the folder `files`."""
   # All processes stop together; each has rollouts, a sampler and a share of the prompts of its own.
   processes, stop = learner.processes, shared_stop(interrupt, learner.processes)
 
@@ -174,12 +175,12 @@ def _run(
   publish = make_publisher(learner)
   weights = publish(state.policy.params)
 
-  samples = _make_samples(config, workdir, phase, start, writes=processes.is_writer)
+  samples = _make_samples(config, files, phase, start, writes=processes.is_writer)
 
   # Train steps compile in the background, from here on, while the sampler warms up and is audited.
   with (
     CompiledSteps(learner, phase.kinds(step)) as train_step,
-    _make_log(config, workdir, phase, start, writes=processes.is_writer) as log,
+    _make_log(config, files, phase, start, writes=processes.is_writer) as log,
     _make_service(config, phase, version, weights) as service,
     PinnedEvaluation(
       config,
@@ -189,7 +190,7 @@ def _run(
       processes=processes,
       report=functools.partial(_report, log, samples),
     ) as evaluation,
-    Profile(workdir / "profile", config.training.profile_steps) as profile,
+    Profile(files / "profile", config.training.profile_steps) as profile,
     frozen_heap(),
   ):
     # Until here nothing was begun that could be lost.
@@ -199,8 +200,8 @@ def _run(
         audit_at_start(config, learner, service, state.policy.params, stop)
 
     # Rollouts go on with those that were in progress; the version that a process starts with is evaluated too.
-    rollouts = _make_rollouts(learner, service, workdir, phase, start, stop, look=evaluation.check)
-    evaluation.begin(step, version, weights, measured=_measured(learner, workdir, phase))
+    rollouts = _make_rollouts(learner, service, files, phase, start, stop, look=evaluation.check)
+    evaluation.begin(step, version, weights, measured=_measured(learner, files, phase))
 
     # From here on rollouts run in their threads, and what was trained is saved if anything fails.
     critic = _make_heldout_critic(learner, log, rollouts, start)

@@ -10,7 +10,7 @@ from absl import logging
 
 from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.config import RunConfig
-from sao_jax.configuration.paths import expand
+from sao_jax.configuration.paths import expand, in_bucket
 from sao_jax.huggingface.folder import is_hf_folder
 
 
@@ -95,6 +95,7 @@ def warn_if_overtaken(folder: pathlib.Path, step: int, began_from: str | None, n
   """
   if began_from is None:
     there = now.folder is not None and now.step is not None and (now.folder / str(now.step)).is_dir()
+    there = there and not in_bucket(now.folder) and not in_bucket(folder)  # whose folders have no times
     overtaken = there and (now.folder / str(now.step)).stat().st_mtime > (folder / str(step)).stat().st_mtime
   else:
     overtaken = began_from != now.name

@@ -90,12 +90,13 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
   train_step = make_sft_step(policy, config.algorithm.micro_batches)
 
   with (
-    open_run(recorded, workdir) as record,
+    open_run(recorded, workdir) as folder,
     Checkpointer(
       workdir / phases.SFT,
       keep=settings.keep_checkpoints,
       every=settings.checkpoint_every,
       share=functools.partial(share_host_state, processes=learner.processes),
+      before=folder.store,
     ) as checkpointer,
     Interrupt(saves=False) as interrupt,
   ):
@@ -113,7 +114,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       check_lora_scale(config, network.params)
       demonstrations.prompts.set_state(host_state["prompts"])
       clock = StepClock(host_state.get("seconds", 0.0))  # early checkpoints do not say
-    record()
+    folder.record()
     if step >= config.sft.steps:
       logging.info("sft: all steps are done (%d), there is nothing left to do.", step)
 
@@ -121,7 +122,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       return {"prompts": demonstrations.prompts.get_state(), "seconds": clock.seconds}
 
     with RunLog(
-      workdir,
+      folder.files,
       phases.SFT,
       total=config.sft.steps,
       start=step,

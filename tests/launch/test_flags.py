@@ -247,7 +247,7 @@ def test_a_config_is_found_from_any_folder(tmp_path, monkeypatch):
     _flags.load_config("configs/toi.py")
 
 
-@pytest.mark.parametrize("place", ["below a file", "/proc/sao_jax/run", "gs://bucket/run"])
+@pytest.mark.parametrize("place", ["below a file", "/proc/sao_jax/run", "s3://bucket/run"])
 def test_a_workdir_that_cannot_be_written(tmp_path, place):
   (tmp_path / "file").write_text("")
   workdir = str(tmp_path / "file" / "run") if place == "below a file" else place

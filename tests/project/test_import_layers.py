@@ -16,7 +16,8 @@ PACKAGE = REPOSITORY / "sao_jax"
 
 # From the ground up: a room imports from itself and from the rooms before it. Nothing imports upwards.
 ROOMS = (
-  *("errors", "json_values", "config", "configuration", "episode", "interrupt", "run_lock", "announce", "types"),
+  *("errors", "json_values", "config", "configuration", "episode", "interrupt"),
+  *("run_lock", "mirror", "announce", "types"),
   *("parallel", "models", "sampler", "algorithm", "checkpoints", "huggingface"),
   *("rewards", "data", "chat", "environments", "rollout"),
   *("report", "learner", "evaluation", "training", "benchmarks", "pod", "launch"),
@@ -29,7 +30,7 @@ NO_JAX_MODULES = {"errors", "json_values", "config", "episode", *WITHOUT_JAX}
 CORE_ABOVE_JAX = {"jax", "jaxlib", "flax", "optax", "chex", "orbax"}
 OPTIONAL = (
   *("transformers", "tokenizers", "safetensors", "jinja2", "reasoning_gym", "math_verify"),
-  *("matplotlib", "tensorboardX", "libtpu", "tokamax", "torch"),
+  *("matplotlib", "tensorboardX", "libtpu", "tokamax", "torch", "gcsfs", "fsspec"),
 )
 
 

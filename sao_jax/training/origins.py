@@ -12,6 +12,7 @@ from sao_jax.checkpoints.checkpointer import Checkpointer
 from sao_jax.config import RunConfig
 from sao_jax.configuration.paths import expand, in_bucket
 from sao_jax.huggingface.folder import is_hf_folder
+from sao_jax.parallel.agreement import all_processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +39,13 @@ class Origin:
 
 
 def latest_step(directory: pathlib.Path) -> int | None:
-  """Returns the step of the newest checkpoint; None without one."""
-  if not directory.is_dir():
-    return None
-  with Checkpointer(directory) as checkpointer:
-    return checkpointer.latest_step()
+  """Returns the step of the newest checkpoint, as the first of all processes sees it; None without one."""
+  newest = None
+  if directory.is_dir():
+    with Checkpointer(directory) as checkpointer:
+      newest = checkpointer.latest_step()
+  # A run beside may save a newer one meanwhile: processes that load together must not mix two.
+  return all_processes().first("the newest checkpoint", newest)
 
 
 def policy_origin(config: RunConfig, workdir: pathlib.Path, earlier: Sequence[str]) -> Origin:

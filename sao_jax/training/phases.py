@@ -144,7 +144,7 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
   logging.info("The policy begins from %s.", origin)
   if is_hf_folder(origin.folder):
     return add_fresh_lora(learner, import_policy(origin.folder, config.model, learner.mesh), config.training.seed)
-  return _load_policy(learner, origin.folder)
+  return _load_policy(learner, origin.folder, origin.step)
 
 
 def _load_policy(learner: Learner, folder: pathlib.Path, step: int | None = None) -> PyTree:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import jax.numpy as jnp
 import pytest
 from toys import training_toy
+from toys.shared_store import SharedStore
 
 from sao_jax.checkpoints.checkpointer import Checkpointer
+from sao_jax.parallel.agreement import Processes
 from sao_jax.training import origins
 from sao_jax.training.origins import Origin, policy_origin
 
@@ -33,6 +36,16 @@ def test_a_policy_comes_from_the_newest_phase_then_from_the_checkpoint_then_from
   origin = policy_origin(named, tmp_path, EARLIER)
   assert origin.name == "value_pretraining/2" and str(origin).startswith("value_pretraining, step 2 (")
   assert (Origin().name, str(Origin())) == ("", "random initialisation")
+
+
+def test_all_processes_take_the_step_that_the_first_one_sees(tmp_path, monkeypatch):
+  """A run beside saves another one between their looks; each would load its part of another policy."""
+  with Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(4, {"w": jnp.zeros(2)})
+  store = SharedStore()
+  store.key_value_set("sao_jax/1/all", json.dumps([{"name": "the newest checkpoint", "value": 3}] * 2))
+  monkeypatch.setattr(origins, "all_processes", lambda: Processes(1, 2, store))
+  assert origins.latest_step(tmp_path) == 3
 
 
 def test_a_policy_that_nothing_has_taught_is_a_warning_with_the_remedy(tmp_path, caplog):

@@ -36,7 +36,7 @@ def test_processes_stop_together_end_with_one_that_dies_and_go_on_as_fewer(tmp_p
   started = start("train", 2, workdir, tmp_path / "first", *long)
   wait_for_steps(started, workdir, tmp_path / "first", 4)
   started[1].send_signal(signal.SIGTERM)
-  ended = processes.finish_joined(started, tmp_path / "first", timeout=60)
+  ended = processes.finish_joined(started, tmp_path / "first", timeout=200)
   assert [status for status, _ in ended] == [75, 75], ended
   saved = [re.search(r"Interrupted and saved after step (\d+)", output) for _, output in ended]
   assert saved[0] and saved[1] and saved[0][1] == saved[1][1], ended
@@ -46,7 +46,7 @@ def test_processes_stop_together_end_with_one_that_dies_and_go_on_as_fewer(tmp_p
   started = start("train", 2, workdir, tmp_path / "second", *long)
   wait_for_steps(started, workdir, tmp_path / "second", first + 6)
   started[1].kill()
-  ended = processes.finish_joined(started, tmp_path / "second", timeout=90)
+  ended = processes.finish_joined(started, tmp_path / "second", timeout=200)
   assert ended[0][0] not in (0, None) and ended[1][0] == -signal.SIGKILL
   assert re.search("another process may have died|another task died|Process 1 has", ended[0][1]), ended[0][1]
   assert f"going on after step {first} " in ended[0][1]

@@ -40,4 +40,4 @@ leave_processes()
 
 @pytest.mark.timeout(600)
 def test_every_process_gets_the_policy_on_its_samplers_devices():
-  run_together(["-c", PROGRAM], seconds=240)
+  run_together(["-c", PROGRAM], seconds=550)

@@ -26,6 +26,7 @@ needs_libtpu = pytest.mark.skipif(
 
 
 @needs_libtpu
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
   "run, topology",
   [("dense", "v5e:2x4"), ("latent", "v5p:2x2x2"), ("many", "v6e:4x4"), ("experts", "tpu7x:2x2x1")],

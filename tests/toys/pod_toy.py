@@ -77,6 +77,6 @@ def compile_in_a_process(run: str, topology: str, programs: tuple[str, ...]) -> 
     "print(json.dumps(figures))\n"
   )
   environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-  done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=280)
+  done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=550)
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])

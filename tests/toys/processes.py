@@ -59,7 +59,7 @@ def start_joined(count: int, command: list[str], logs: pathlib.Path, *, devices:
 
 
 def finish_joined(
-  started: list[subprocess.Popen], logs: pathlib.Path, *, timeout: float = 240
+  started: list[subprocess.Popen], logs: pathlib.Path, *, timeout: float = 550
 ) -> list[tuple[int, str]]:
   """Waits for all of them; returns (exit status, output) of each. None is left behind."""
   deadline = time.monotonic() + timeout

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import time
 
 import jax
 import numpy as np
 import pytest
-from toys import bucket_toy
+from absl import logging
+from toys import bucket_toy, killed_run
+from toys.runs import assert_identical, interrupted_after
 
 from launch import _flags
-from sao_jax.checkpoints.checkpointer import Checkpointer
-from sao_jax.configuration.paths import expand
+from sao_jax.checkpoints.checkpointer import Checkpointer, load_params
+from sao_jax.configuration.paths import expand, located
+from sao_jax.configuration.run_record import read_config
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.pretrained import base_folder
+from sao_jax.learner import placement
 from sao_jax.mirror import mirror_folder, mirrored
 from sao_jax.report.metrics import MetricsWriter, read_metrics
+from sao_jax.report.page import read_episodes
+from sao_jax.training import loop, phases
+
+STEPS = 2
+TIMES = ("seconds", "rollouts_", "run_", "event_loop", "_per_second")
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +39,56 @@ def objects(tmp_path_factory):
     yield objects
 
 
-def test_a_folder_of_hugging_face_in_a_bucket_is_refused_by_name(objects):
-  objects.put("hf/config.json", json.dumps({"model_type": "qwen3"}).encode())
+@pytest.fixture
+def said(monkeypatch):
+  lines, warn = [], logging.warning
+
+  def warning(message, *arguments, **options):
+    lines.append(message % arguments)
+    warn(message, *arguments, **options)
+
+  monkeypatch.setattr(logging, "warning", warning)
+  return lines
+
+
+def trained(lines):
+  """What does not depend on the machine."""
+  return [
+    [line.get(name) for name in ("step", "phase", "policy_loss", "critic_grad_norm", "reward_mean")] for line in lines
+  ]
+
+
+def test_a_run_in_a_bucket_is_the_run_on_a_disk(tmp_path, monkeypatch, objects, said):
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
+  config = killed_run.get_config(STEPS, latency_seed=1)
+  expected = loop.train(config, tmp_path / "disk")
+
+  # Interrupted, and gone on with elsewhere: what the first process has kept on its disk is lost.
+  workdir = "gs://bucket/runs/a"
+  with interrupted_after(1):
+    assert loop.train(config, workdir).interrupted
+  first = mirror_folder(expand(workdir))
+  (first / "metrics.jsonl").write_text("of another machine")
+  resumed = loop.train(config, workdir)
+  assert resumed.step == expected.step
+  assert_identical(resumed.state, expected.state)
+
+  # The folder holds the same, read through its address; nothing of it is in the current folder.
+  assert trained(read_metrics(workdir)) == trained(read_metrics(tmp_path / "disk"))
+  assert read_episodes(workdir) == read_episodes(tmp_path / "disk")
+  assert read_config(expand(workdir)) == read_config(tmp_path / "disk")
+  assert phases.latest_step(expand(workdir) / "train") == resumed.step
+  assert any(name.startswith("runs/a/consumed/train/00000001") for name in objects)
+  assert "runs/a/lock" not in objects and not pathlib.Path("gs:").exists()
+  assert any("second run in it, on another machine, would not be noticed" in line for line in said)
+
+  # Parameters for another run, and a folder of Hugging Face, which is refused by name.
+  policy = load_params(f"{workdir}/train")
+  assert_identical(policy, expected.state.policy.params)
+  located("gs://bucket/hf/config.json").write_text(json.dumps({"model_type": "qwen3"}))
   with pytest.raises(ConfigError, match=r"(?s)model.checkpoint.*gs://bucket/hf is a Hugging Face folder in a bucket"):
     base_folder("gs://bucket/hf")
-  assert base_folder("gs://bucket/elsewhere") is None
+  assert base_folder(f"{workdir}/train") is None
 
 
 def test_what_belongs_to_a_checkpoint_is_stored_before_it_is_complete(objects):

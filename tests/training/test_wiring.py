@@ -6,7 +6,7 @@ import functools
 
 import pytest
 from toys import wiring
-from toys.wired_fields import BUILT, FIELDS, FIRST, RUNS, SECOND, TRAIN
+from toys.wired_fields import BUILT, FIELDS, FIRST, PRETRAIN, RUNS, SECOND, TRAIN
 
 from sao_jax.configuration import config_tree
 
@@ -31,3 +31,8 @@ def test_a_field_reaches_what_uses_it(path):
 
 def test_networks_that_no_checkpoint_brings_are_made_from_the_seed():
   assert calls_of("second", TRAIN).of("init_sharded.seed") == [RUNS["second"].training.seed]
+
+
+def test_rollouts_are_expected_to_grow_old_where_the_policy_changes():
+  (pretraining,), (training,) = (calls_of("second", phase).of("Rollouts.expectation") for phase in (PRETRAIN, TRAIN))
+  assert pretraining is None and training is not None

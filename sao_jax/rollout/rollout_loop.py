@@ -406,7 +406,8 @@ class RolloutLoop:
     if self.ledger.idle or computes:
       self._activity.note()
     elif self._activity.silence > self._watchdog_seconds:
+      tasks = () if self._event_loop is None else asyncio.all_tasks(self._event_loop)  # None: its thread has not begun
       raise RolloutSilent(
         f"nothing has happened for {self._activity.silence:.0f} s\n{self.ledger.counters()}\n"
-        f"{describe_tasks(asyncio.all_tasks(self._event_loop))}\nrollout thread:\n{describe_thread(self._thread)}"
+        f"{describe_tasks(tasks)}\nrollout thread:\n{describe_thread(self._thread)}"
       )

@@ -120,8 +120,9 @@ def _block_size(length: int, most: int) -> int:
   return -(-length // -(-length // most))
 
 
-def _fill(x: jax.Array, axis: int, size: int, mode: str = "constant") -> jax.Array:
+def _fill(x: jax.typing.ArrayLike, axis: int, size: int, mode: str = "constant") -> jax.Array:
   """`x` with its axis filled up to whole blocks."""
+  x = jnp.asarray(x)
   pads = [(0, 0)] * x.ndim
   pads[axis] = (0, -x.shape[axis] % size)
   return jnp.pad(x, pads, mode=mode) if pads[axis][1] else x

@@ -119,6 +119,9 @@ def initialize_processes(
 
   # Stopping is agreed on by the run itself: jax's own service would take the signals.
   jax.config.update("jax_enable_preemption_service", False)
+  # CPUs would run programs that do not need each other at the same time, on every process in an order of its own: two
+  # with collectives then wait for each other for ever. Other devices keep the order in which programs are dispatched.
+  jax.config.update("jax_cpu_enable_async_dispatch", False)
   options = {} if place is None else {"coordinator_bind_address": _bind_address(place.coordinator)}
   try:
     jax.distributed.initialize(

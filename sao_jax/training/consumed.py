@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Sequence
 
 from sao_jax.checkpoints.host_state import decode, encode

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+from toys.tpu_process import answer_of, needs_libtpu
 
 PROGRAM = """
 import json
@@ -66,17 +61,12 @@ print(json.dumps({"fsdp": training(MeshConfig(fsdp=8)), "fsdp x expert": trainin
 """
 MIB = 2**20
 
+pytestmark = needs_libtpu
+
 
 @pytest.fixture(scope="module")
 def programs():
-  # In a process of its own: libtpu must not be loaded by the tests' CPU runtime, and it locks itself.
-  if importlib.util.find_spec("libtpu") is None:
-    pytest.skip("libtpu (extra `aot`) is not installed")
-  flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-  environment = os.environ | flags | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-  done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
-  assert done.returncode == 0, done.stderr[-3000:]
-  return json.loads(done.stdout.splitlines()[-1])
+  return answer_of(PROGRAM)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp", "fsdp x expert"])

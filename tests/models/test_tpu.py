@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-
-import pytest
+from toys.tpu_process import answer_of, needs_libtpu
 
 PROGRAM = """
 import json, re
@@ -59,25 +53,16 @@ def flops(remat):
   return jax.jit(jax.grad(value)).lower(params).compile().cost_analysis()["flops"]
 
 answer = {"forward": forward, "attention": len(attention), "square": square}
-answer |= {"kernels": kernels}
+answer |= {"kernels": kernels, "bytes": compiled.memory_analysis().temp_size_in_bytes}
 print(json.dumps(answer | {"remat": flops("full") / flops("none")}))
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `aot`) is not installed")
+@needs_libtpu
 def test_moe_policy_compiles_for_a_tpu_topology():
-  # In a process of its own: libtpu must not be loaded by the tests' CPU runtime, and it locks itself.
-  environment = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "",  # libtpu refuses flags that it does not know
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-  }
-  done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
-  assert done.returncode == 0, done.stderr[-3000:]
-  answer = json.loads(done.stdout.splitlines()[-1])
+  answer = answer_of(PROGRAM)
   assert answer["kernels"] >= 9  # three products, and two more for the gradient of each
+  assert answer["bytes"] > 0
   assert answer["forward"] == 1  # what attention gave is kept
   assert answer["attention"] == 3  # and the gradients of queries, and of keys and values
   assert answer["square"] == []

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from toys.tpu_process import answer_of, needs_libtpu
 
 from sao_jax.config import MeshConfig
 from sao_jax.errors import ConfigError
@@ -46,19 +42,9 @@ print(json.dumps({
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `aot`) is not installed")
+@needs_libtpu
 def test_meshes_on_topologies():
-  # In a process of its own: libtpu must not be loaded by the tests' CPU runtime, and it locks itself.
-  environment = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "",  # libtpu refuses flags that it does not know
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-  }
-  done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
-  assert done.returncode == 0, done.stderr[-3000:]
-  answer = json.loads(done.stdout.splitlines()[-1])
+  answer = answer_of(PROGRAM)
   assert answer["fits"] == [1, 16, 4, 1, 1] and answer["split"] == [1, 8, 8, 1, 1]
   assert answer["cube"] == [2, 2, 1, 1, 2] and answer["half of the hosts"] == [1, 32, 1, 1, 1]
 

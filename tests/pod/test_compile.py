@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import io
 import math
 
 import pytest
 import rich.console
 from toys.pod_toy import LENGTH, RUNS, compile_in_a_process
+from toys.tpu_process import needs_libtpu
 
 from configs import glm_5_2, qwen3_4b, qwen3_30b_a3b
 from sao_jax.config import MeshConfig
@@ -19,10 +19,6 @@ from sao_jax.parallel.mesh import AXES
 from sao_jax.pod import measure
 from sao_jax.pod.compilations import PROGRAMS, PUBLISHED_RUNS, arguments_of_one, topology_of_sampler
 from sao_jax.pod.tables import advice, tables, together, together_table
-
-needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `aot`) is not installed"
-)
 
 
 @needs_libtpu

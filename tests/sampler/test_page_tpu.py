@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-
-import pytest
+from toys.tpu_process import answer_of, needs_libtpu
 
 PROGRAM = """
 import json, math, re
@@ -66,19 +60,9 @@ print(json.dumps(answer))
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `aot`) is not installed")
+@needs_libtpu
 def test_no_program_copies_or_moves_the_cache():
-  # In a process of its own: libtpu must not be loaded by the tests' CPU runtime, and it locks itself.
-  environment = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "",  # libtpu refuses flags that it does not know
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-  }
-  done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
-  assert done.returncode == 0, done.stderr[-3000:]
-  programs = json.loads(done.stdout.splitlines()[-1])
+  programs = answer_of(PROGRAM)
   for name, program in programs.items():
     assert program["kernel"], name
     assert program["aliased"] >= program["cache"], name

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 
 from sao_jax.config import AlgorithmConfig, MeshConfig, ModelConfig, RolloutConfig, RunConfig, SamplerConfig
 from sao_jax.environments.calculator import Calculator
-from sao_jax.pod.chips import ENVIRONMENT
+from toys.tpu_process import answer_of
 
 LENGTH = 256  # of rows and contexts
 DENSE = ModelConfig(
@@ -65,10 +61,7 @@ RUNS = {
 
 
 def compile_in_a_process(run: str, topology: str, programs: tuple[str, ...]) -> list[dict]:
-  """Figures of the programs of one of `RUNS`, all compiled in one process of their own.
-
-  libtpu must not be loaded by the tests' own runtime, and it locks itself.
-  """
+  """Figures of the programs of one of `RUNS`, all compiled in one process of their own."""
   code = (
     "import json\n"
     "from toys.pod_toy import RUNS\n"
@@ -76,7 +69,4 @@ def compile_in_a_process(run: str, topology: str, programs: tuple[str, ...]) -> 
     f"figures = [compile_here(RUNS[{run!r}], name, {topology!r}, None) for name in {programs!r}]\n"
     "print(json.dumps(figures))\n"
   )
-  environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-  done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=550)
-  assert done.returncode == 0, done.stderr[-3000:]
-  return json.loads(done.stdout.splitlines()[-1])
+  return answer_of(code, timeout=550)

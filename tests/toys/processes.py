@@ -36,26 +36,29 @@ def environment(**more: object) -> dict[str, str]:
 
 def start_joined(count: int, command: list[str], logs: pathlib.Path, *, devices: int = 2) -> list[subprocess.Popen]:
   """Starts a command in `count` processes that join each other on the loopback; their output goes to `logs`."""
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
   started = []
-  for index in range(count):
-    variables = {} if count == 1 else {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": count}
-    variables |= {} if count == 1 else {"JAX_PROCESS_ID": index}
-    flags = xla_flags("", **{DEVICES: str(devices)}, **QUICK_COMPILATION)
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS), NO_TORCH])
+  for index, variables in enumerate(joining_variables(count, devices)):
     with (logs / f"process_{index}.log").open("w") as log:
       started.append(
         subprocess.Popen(
-          [sys.executable, *command],
-          cwd=TESTS.parent,
-          env=environment(**variables, PYTHONPATH=path) | {"XLA_FLAGS": flags},
-          stdout=log,
-          stderr=subprocess.STDOUT,
+          [sys.executable, *command], cwd=REPOSITORY, env=variables, stdout=log, stderr=subprocess.STDOUT
         )
       )
   return started
+
+
+def joining_variables(count: int, devices: int) -> list[dict[str, str]]:
+  """The environment of each of `count` processes that join each other on the loopback, with simulated CPU devices."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  path = os.pathsep.join([str(REPOSITORY), str(TESTS), NO_TORCH])
+  common = environment(JAX_PLATFORMS="cpu", PYTHONPATH=path)
+  common |= {"XLA_FLAGS": xla_flags("", **{DEVICES: str(devices)}, **QUICK_COMPILATION)}
+  if count == 1:
+    return [common]
+  common |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
+  return [common | {"JAX_PROCESS_ID": str(index)} for index in range(count)]
 
 
 def finish_joined(
@@ -89,18 +92,9 @@ def run_together(
     seconds: the time limit, for all together.
     check: asserts that all end with status 0.
   """
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-  flags = xla_flags(environment()["XLA_FLAGS"], **{DEVICES: str(devices)}, **QUICK_COMPILATION)
-  common = environment(JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(TESTS), NO_TORCH]))
-  common |= {"XLA_FLAGS": flags, "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
-
   command = [sys.executable, *arguments]
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-  running = [
-    subprocess.Popen(command, env=common | {"JAX_PROCESS_ID": str(index)}, **pipes) for index in range(processes)
-  ]
+  running = [subprocess.Popen(command, env=variables, **pipes) for variables in joining_variables(processes, devices)]
 
   # Small outputs: a process that waits for a full pipe would be killed at the end of the time.
   end, done = time.monotonic() + seconds, []

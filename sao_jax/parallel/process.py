@@ -24,6 +24,7 @@ VARIABLES = {
 HEARTBEAT_SECONDS = 30  # without a sign of life after which jax takes a process for dead, and ends the others
 JOIN_SECONDS = 300  # to wait for the other processes at the start
 LEAVE_SECONDS = 60  # to wait for them at the end
+CPU_THREADS = "32"  # of a process that is one of several, on CPUs, where a collective blocks the thread that runs it
 
 _EXAMPLE = "--coordinator=10.0.0.1:8476 --num_processes=2 --process_id=0"
 
@@ -122,6 +123,9 @@ def initialize_processes(
   # CPUs would run programs that do not need each other at the same time, on every process in an order of its own: two
   # with collectives then wait for each other for ever. Other devices keep the order in which programs are dispatched.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
+  # Within a program, collectives over different axes run at the same time. With as many threads as there are cores,
+  # some could take them all, on another process others, and all would wait for ever.
+  os.environ.setdefault("PJRT_NPROC", CPU_THREADS)
   options = {} if place is None else {"coordinator_bind_address": _bind_address(place.coordinator)}
   try:
     jax.distributed.initialize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
+from toys.processes import run_together
 
 from sao_jax.errors import ConfigError
 from sao_jax.parallel import process
@@ -11,6 +12,33 @@ from sao_jax.parallel.process import Joining, initialize_processes, joining
 
 ADDRESS = "10.0.0.1:8476"
 VARIABLES = {"JAX_COORDINATOR_ADDRESS": ADDRESS, "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+
+# Sums that do not need each other, over more groups of devices than this machine may have cores.
+SUMS = """
+from sao_jax.parallel.process import initialize_processes, leave_processes
+initialize_processes()
+import functools
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "fsdp"))
+@jax.jit
+@functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data", "fsdp"), out_specs=P("data", "fsdp"))
+def sums(x):
+  axes = ["data", "fsdp", ("data", "fsdp")] * 8
+  parts = [jax.lax.psum(jnp.sin(number * x) @ jnp.ones((64, 64)), axis) for number, axis in enumerate(axes, 1)]
+  return x + 1e-6 * sum(jnp.sin(part).sum() for part in parts)
+
+x = jax.device_put(np.ones((128, 128), np.float32), jax.NamedSharding(mesh, P("data", "fsdp")))
+for _ in range(60):
+  x = sums(x)
+x.block_until_ready()
+leave_processes()
+"""
+
+
+def test_collectives_over_several_axes_do_not_take_each_others_threads():
+  run_together(["-c", SUMS], devices=2, seconds=60)
 
 
 def test_flags_come_before_variables():

@@ -16,12 +16,12 @@ from toys.processes import run_together
 from sao_jax.parallel import publish_groups
 
 PROGRAM = """
-import json, os
+import json
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-jax.distributed.initialize(
-  os.environ["JAX_COORDINATOR_ADDRESS"], int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"]))
+from sao_jax.parallel.process import initialize_processes
+initialize_processes()
 from sao_jax.parallel import publish_groups
 from sao_jax.parallel.publish import make_publish
 

@@ -178,6 +178,7 @@ def accumulate_gradients(
   return loss, join_rows(outputs), jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, leaves)
 
 
+@jax.named_scope("optimizer")
 def guarded_update(
   state: NetworkState,
   leaves: Leaves,

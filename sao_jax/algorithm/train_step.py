@@ -115,8 +115,9 @@ def make_train_step(
         values = _read_values(config, critic, critic_state.params, batch)
 
       # Advantages, for sao: A_k = δ_k + γλ A_{k+1} from each sampled token to the next sampled one, λ = 1 - 1/(α n).
-      advantages = estimate(config, batch, values)
-      weights = whiten_advantages(advantages, batch, trained) if config.whitens() else advantages
+      with jax.named_scope("advantages"):
+        advantages = estimate(config, batch, values)
+        weights = whiten_advantages(advantages, batch, trained) if config.whitens() else advantages
 
       # Policy: one step on -(1/N) Σ sg[f(ρ) A] log π; ρ = exp(log π - μ), f(ρ) = ρ in (1 - ε_l, 1 + ε_h), else 0.
       # None where the critic's own updates were not finite: the advantages of such a critic mean nothing.
@@ -142,6 +143,7 @@ def make_train_step(
   return jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, replicated))
 
 
+@jax.named_scope("score_demonstrations")
 def _scored(config: AlgorithmConfig, policy: Network, params: PyTree, batch: TrajectoryBatch) -> TrajectoryBatch:
   """The batch with the policy's log-probs on demonstrated tokens: nobody sampled them, so they came without (NaN).
 
@@ -156,6 +158,7 @@ def _scored(config: AlgorithmConfig, policy: Network, params: PyTree, batch: Tra
   return batch.replace(behavior_logprobs=jax.lax.cond(jnp.any(missing), score, lambda: batch.behavior_logprobs))
 
 
+@jax.named_scope("values")
 def _read_values(
   config: AlgorithmConfig, critic: Network, params: PyTree, batch: TrajectoryBatch
 ) -> Float[Array, "B T"]:
@@ -178,6 +181,7 @@ class _CriticFit(NamedTuple):
   updates: Update
 
 
+@jax.named_scope("critic")
 def _critic_steps(
   config: AlgorithmConfig, critic: Network, state: NetworkState, batch: TrajectoryBatch, trained: Bool[Array, "B T"]
 ) -> tuple[NetworkState, _CriticFit]:
@@ -216,6 +220,7 @@ def _critic_steps(
   return state, _CriticFit(all_values[0], targets, updates)
 
 
+@jax.named_scope("policy")
 def _policy_step(
   config: AlgorithmConfig,
   policy: Network,

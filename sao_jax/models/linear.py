@@ -35,6 +35,7 @@ def linear(
   return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
+@jax.named_scope("mlp")
 def feed_forward(
   params: dict[str, Any], x: Float[Array, "*batch D"], layout: Layout = ONE_DEVICE
 ) -> Float[Array, "*batch D"]:

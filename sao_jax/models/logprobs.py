@@ -18,6 +18,7 @@ def has_prefix(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
   return jnp.pad(same, ((0, 0), (1, 0)), constant_values=False) & (segment_ids > 0)
 
 
+@jax.named_scope("logprobs")
 def token_logprobs(
   params: Params,
   config: ModelConfig,

@@ -34,6 +34,7 @@ class Routed(NamedTuple):
   computed: Int[Array, "*layers B T"]
 
 
+@jax.named_scope("moe")
 def moe_feed_forward(
   params: dict[str, Any],
   x: Float[Array, "B T D"],
@@ -54,6 +55,7 @@ def moe_feed_forward(
   return out, Routed(routing.experts, routing.entropy, routing.agreeing, computed)
 
 
+@jax.named_scope("experts")
 def _routed_experts(
   params: ExpertWeights, x: jax.Array, routing: Routing, implementation: str, layout: Layout, layer: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:

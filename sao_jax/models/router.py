@@ -31,6 +31,7 @@ class Routing(NamedTuple):
   agreeing: Int[Array, "*batch"]
 
 
+@jax.named_scope("router")
 def route(
   params: dict[str, Any],
   x: Float[Array, "*batch D"],

@@ -106,7 +106,8 @@ def trunk(
   """
   kind = attention_kind(config)
   table = rope_table(positions, kind.rotary_dim(config), config.rope_theta, config.yarn)
-  x = params["embed"][token_ids].astype(config.dtype)
+  with jax.named_scope("embed"):
+    x = params["embed"][token_ids].astype(config.dtype)
   x = layout.constrain(x if added is None else x + added.astype(config.dtype), "batch", "sequence", None)
 
   common = {name: params[name] for name in kind.common_specs(config)}
@@ -198,6 +199,7 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
   return jax.checkpoint(layer, policy=policies[remat], prevent_cse=straight)
 
 
+@jax.named_scope("head")
 def head_logits(
   params: Params, config: ModelConfig, hidden: Float[Array, "*batch D"], layout: Layout = ONE_DEVICE
 ) -> Float[Array, "*batch V"]:

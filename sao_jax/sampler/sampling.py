@@ -48,6 +48,7 @@ def slot_uniforms(
   return jax.vmap(of_rollout, out_axes=1)(rollout_id, first_index)
 
 
+@jax.named_scope("sample")
 def sample_tokens(
   logits: Float[Array, "R V"], uniforms: Float[Array, "R 2"], temperature: Float[Array, " R"], rule: SamplingRule
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:

@@ -54,6 +54,7 @@ def grouped_specs(config: ModelConfig) -> Specs:
   return specs
 
 
+@jax.named_scope("attention")
 def grouped_layer(
   params: Params,
   x: Float[Array, "B T D"],

@@ -197,6 +197,7 @@ def expanded_attention(
   return jnp.where(real, out, 0)
 
 
+@jax.named_scope("attention")
 def latent_layer(
   params: Params,
   x: Float[Array, "B T D"],

@@ -65,6 +65,7 @@ def is_full(config: ModelConfig) -> tuple[bool, ...]:
   return tuple(kind == "full" for kind in config.indexer_types) or (True,) * config.num_layers
 
 
+@jax.named_scope("indexer")
 def index(
   params: Params,
   x: Float[Array, "B T D"],
@@ -105,6 +106,7 @@ def exact_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
   return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
+@jax.named_scope("choose")
 def choose_positions(
   queries: Float[Array, "B T I i"],
   weights: Float[Array, "B T I"],

@@ -102,6 +102,24 @@ def test_a_dry_run_prints_the_commands_and_runs_none(machine):
   assert not (machine / "calls").exists()
 
 
+def test_the_commands_of_the_readme_are_those_of_the_script(machine):
+  section = (REPOSITORY / "README.md").read_text().split("## On a TPU pod")[1]
+  commands = section.split("```")[1].splitlines()[1:]
+  assert len(commands) == 10
+  variables = dict(part.split("=", 1) for part in shlex.split(commands[2])[1:])
+
+  verbs_called = []
+  for command in commands[3:]:
+    # As a shell reads it: $POD stands for several words.
+    path, *arguments = shlex.split(command.replace("$POD", variables["POD"]).replace("$RUN", variables["RUN"]))
+    assert (REPOSITORY / path).samefile(SCRIPT)
+    position = arguments.index("--") if "--" in arguments else len(arguments)
+    printed = script(machine, *arguments[:position], "--dry_run", *arguments[position:])
+    assert "sao" in printed or variables["RUN"] in printed
+    verbs_called.append(arguments[0])
+  assert verbs_called == ["create", "install", "start", "tail", "stop", "fetch", "delete"]
+
+
 def test_a_pod_from_making_it_to_deleting_it_with_every_command_given_twice(machine):
   for _ in range(2):
     told = script(machine, "create", *WHERE, "--type=v5p-16")

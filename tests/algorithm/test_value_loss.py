@@ -96,6 +96,14 @@ def test_hl_gauss_loss_is_least_at_the_target():
   assert loss < head_loss(head, jnp.log(head.target_probabilities(target + 0.1) + 1e-30), target, mask)
 
 
+def test_hl_gauss_losses_of_rows_are_those_of_each_row():
+  head, rows = HLGaussHead(5, 0.0, 1.0), np.random.default_rng(0)
+  outputs = jnp.asarray(rows.normal(size=(2, 3, 5)), jnp.float32)
+  targets, mask = jnp.asarray(rows.random((2, 3)), jnp.float32), jnp.array([[True, True, False], [True, False, True]])
+  each = [head.losses(*parts) for parts in zip(outputs, targets, mask, strict=True)]
+  np.testing.assert_allclose(head.losses(outputs, targets, mask), jnp.stack(each), rtol=1e-6)
+
+
 def test_returns_outside_the_range_are_counted():
   targets = jnp.array([-0.1, 0.0, 0.4, 1.0, 1.5, jnp.nan], jnp.float32)
   assert HLGaussHead(11, 0.0, 1.0).clips(targets).tolist() == [True, False, False, False, True, False]

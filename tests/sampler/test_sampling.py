@@ -100,6 +100,12 @@ def test_frequencies_match_probabilities(vocab):
   assert chi_square < vocab - 1 + 5 * np.sqrt(2 * (vocab - 1))  # five standard deviations
 
 
+def test_a_uniform_at_the_border_of_two_tokens_draws_the_second():
+  """[0, 1/2) and [1/2, 1): each token's interval has its lower end, and not its upper one."""
+  uniforms = jnp.array([[0.0, 0.0], [0.0, 0.5], [0.5, 0.0], [0.5, 0.5]], jnp.float32)
+  assert draw(jnp.ones((4, 4), jnp.float32), uniforms).tolist() == [0, 1, 2, 3]
+
+
 @given(st.lists(st.sampled_from([0.0, 1e-42, 1e-30, 1e-8, 0.5, 1.0]), min_size=37, max_size=37), st.integers(0, 2**31))
 def test_weight_zero_is_never_drawn(weights, seed):
   if not any(weights):

@@ -140,6 +140,15 @@ def test_a_bad_request_fails_alone(service):
   assert service.error is None
 
 
+def test_every_scheduler_looks_at_new_parameters():
+  looked, engines = [], [FakeEngine(CONFIG) for _ in range(2)]
+  for number, engine in enumerate(engines):
+    engine.check_params = lambda params, number=number: looked.append((number, params))
+  with SamplerService(*map(Scheduler, engines)) as service:
+    service.check_params("new")
+  assert looked == [(0, "new"), (1, "new")]
+
+
 def test_a_cancelled_caller_gives_its_slot_back(engine, service):
   engine.gate.clear()
 

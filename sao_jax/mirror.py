@@ -12,7 +12,7 @@ import os
 import pathlib
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from absl import logging
 
@@ -36,7 +36,9 @@ def mirror_folder(workdir: pathlib.Path, process: int = 0) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def mirrored(workdir: pathlib.Path, folder: pathlib.Path, *, every: float = EVERY) -> Iterator[Mirror]:
+def mirrored(
+  workdir: pathlib.Path, folder: pathlib.Path, *, every: float = EVERY, before: Callable[[], None] = lambda: None
+) -> Iterator[Mirror]:
   """Fetches the files of the run in `workdir` to `folder`, and stores what changes there: now and then, and at the end.
 
   Where both are the same nothing happens.
@@ -45,8 +47,9 @@ def mirrored(workdir: pathlib.Path, folder: pathlib.Path, *, every: float = EVER
     workdir: the run's folder, or its address.
     folder: a `mirror_folder`, which this process alone writes to.
     every: seconds between two times.
+    before: called before anything is stored; its error is that of storing.
   """
-  mirror = Mirror(workdir, folder)
+  mirror = Mirror(workdir, folder, before)
   if not in_bucket(workdir):
     yield mirror
     return
@@ -78,9 +81,9 @@ class Mirror:
     folder: the copies.
   """
 
-  def __init__(self, workdir: pathlib.Path, folder: pathlib.Path):
+  def __init__(self, workdir: pathlib.Path, folder: pathlib.Path, before: Callable[[], None] = lambda: None):
     self.folder = folder
-    self._workdir = workdir
+    self._workdir, self._before = workdir, before
     self._stored: dict[str, tuple[int, int]] = {}  # size and time of each file as the bucket has it
     self._lock = threading.Lock()
 
@@ -109,6 +112,7 @@ class Mirror:
     if not in_bucket(self._workdir):
       return
     with self._lock:
+      self._before()
       now = self._files()
       for name, state in now.items():
         if self._stored.get(name) != state:

@@ -14,7 +14,8 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from absl import logging
 
@@ -27,6 +28,19 @@ _COMMAND = 500  # characters of a command line that are kept
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 
+class Held(NamedTuple):
+  """A lock that is held.
+
+  Attributes:
+    holder: this process, as the file names it.
+    dead: the holder before, if it has ended without a word: where the kernel gives the lock away, it is dead. None if
+      it has ended well, or where there are no locks.
+  """
+
+  holder: Mapping[str, Any]
+  dead: Mapping[str, Any] | None = None
+
+
 @contextlib.contextmanager
 def run_lock(
   folder: pathlib.Path,
@@ -35,7 +49,7 @@ def run_lock(
   first_process: bool = True,
   clock: Callable[[], float] = time.monotonic,
   sleep: Callable[[float], None] = time.sleep,
-) -> Iterator[None]:
+) -> Iterator[Held]:
   """Holds the lock of the run in `folder`, which is made if need be; programs that only look at a run need none.
 
   The file names its holder; it stays, and means nothing by being there. Where the file system
@@ -52,8 +66,9 @@ def run_lock(
     ConfigError: another process holds the lock for all this time, and nothing in the folder has changed; or the folder
       cannot be written to.
   """
+  holder = _holder()
   if not first_process:
-    yield
+    yield Held(holder)
     return
 
   held = [_open(folder)]
@@ -62,10 +77,12 @@ def run_lock(
   os.register_at_fork(after_in_child=functools.partial(_close, held))
 
   try:
+    dead = None
     if _acquire(held[0], folder, patience, clock, sleep):
-      _write(held[0], _holder())
+      dead = _read(folder)
+      _write(held[0], json.dumps(holder))
     try:
-      yield
+      yield Held(holder, dead)
     finally:
       if held:  # not in a copy
         _write(held[0], "")
@@ -98,11 +115,7 @@ def _acquire(
 
     # Somebody has it; who, tells the file.
     if clock() - began >= patience:
-      raise ConfigError(
-        "--workdir",
-        f"{describe_holder(folder)} holds {folder}; waited {patience:g} s.",
-        "Let it end or end it, or name a --workdir of its own; --config.training.lock_seconds=600 waits longer.",
-      )
+      raise refusal(describe_holder(folder), folder, patience)
     if not said:
       logging.info("Waiting up to %g s: %s holds %s.", patience, describe_holder(folder), folder)
     said = True
@@ -111,23 +124,44 @@ def _acquire(
 
 def describe_holder(folder: pathlib.Path) -> str:
   """Describes the process that holds the lock, as far as the file tells."""
+  return described(_read(folder))
+
+
+def described(holder: Mapping[str, Any] | None) -> str:
+  """Describes a holder; None for one of whom nothing is known."""
   try:
-    holder = json.loads((folder / LOCK_FILE).read_text(encoding="utf-8"))
-    return "another run (pid {pid} on {host}, since {since}: {command})".format(**holder)
-  except (OSError, ValueError, LookupError, TypeError):  # just begun, or just ended
+    return "another run (pid {pid} on {host}, since {since}: {command})".format(**(holder or {}))
+  except LookupError:
     return "another run"
 
 
-def _holder() -> str:
-  """The content of the file while this process holds the lock."""
-  return json.dumps(
-    {
-      "pid": os.getpid(),
-      "host": socket.gethostname(),
-      "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-      "command": shlex.join(sys.orig_argv)[:_COMMAND],
-    }
+def refusal(holder: str, folder: str | os.PathLike, waited: float) -> ConfigError:
+  """Makes the error for a folder that another run, as described, holds; it was waited for."""
+  return ConfigError(
+    "--workdir",
+    f"{holder} holds {folder}; waited {waited:g} s.",
+    "Let it end or end it, or name a --workdir of its own; --config.training.lock_seconds=600 waits longer.",
   )
+
+
+def _read(folder: pathlib.Path) -> dict[str, Any] | None:
+  """The holder that the file names; None for one that has just begun, or has ended well."""
+  try:
+    holder = json.loads((folder / LOCK_FILE).read_text(encoding="utf-8"))
+    return holder if isinstance(holder, dict) else None
+  except (OSError, ValueError):
+    return None
+
+
+def _holder() -> dict[str, Any]:
+  """The content of the file while this process holds the lock, as JSON."""
+  command = shlex.join(sys.orig_argv)[:_COMMAND].encode("utf-8", "replace").decode()
+  return {
+    "pid": os.getpid(),
+    "host": socket.gethostname(),
+    "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    "command": command,
+  }
 
 
 def _write(file: int, text: str) -> None:

@@ -7,10 +7,8 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from absl import logging
-
+from sao_jax.bucket_lock import bucket_lock
 from sao_jax.config import RunConfig
-from sao_jax.configuration.paths import in_bucket
 from sao_jax.configuration.run_record import check_same_run, write_config
 from sao_jax.mirror import mirror_folder, mirrored
 from sao_jax.parallel.agreement import all_processes
@@ -42,14 +40,16 @@ def open_run(config: RunConfig, workdir: pathlib.Path) -> Iterator[RunFolder]:
   Raises:
     ConfigError: another process holds the folder, or it holds checkpoints of a run with another name or seed.
   """
-  processes = all_processes()
+  processes, patience = all_processes(), config.training.lock_seconds
   files = mirror_folder(workdir, processes.index)
-  with (
-    run_lock(files, patience=config.training.lock_seconds, first_process=processes.is_writer),
-    mirrored(workdir, files) as mirror,
-  ):
-    if in_bucket(workdir):
-      logging.warning("%s is in a bucket: a second run in it, on another machine, would not be noticed.", workdir)
+  with contextlib.ExitStack() as held:
+    # On a disk the kernel tells who lives; in a bucket that is true of this machine only.
+    with processes.busy():
+      first = processes.is_writer
+      local = held.enter_context(run_lock(files, patience=patience, first_process=first))
+      lock = bucket_lock(workdir, local.holder, patience=patience, dead=local.dead, first_process=first)
+      renew = held.enter_context(lock)
+      mirror = held.enter_context(mirrored(workdir, files, before=renew))
     processes.equal("the run", [config.name, config.training.seed, str(workdir)])  # and the first one holds the lock
     begun = any(step.name.isdigit() for phase in PHASES for step in (workdir / phase).glob("*"))
     check_same_run(config, files, begun=begun)

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from launch import EXIT_INTERRUPTED, _compilation_cache
-from launch._processes import FULL, define_flags, joined, joining_of
+from launch._processes import EXIT_FAILURE, FULL, define_flags, joined, joining_of
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree, field_values
 from sao_jax.configuration.listing import listing
@@ -39,14 +39,13 @@ from sao_jax.parallel.process import Joining
 
 flags.disclaim_key_flags()  # --help of a launcher shows these flags as its own
 
-EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_RESUMABLE = 75  # interrupted and saved, EX_TEMPFAIL of sysexits.h: the same command goes on
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 _OVERRIDE = re.compile(r"--?(?P<no>no)?config\.(?P<path>.+)")
 _UNKNOWN_ARGUMENT = re.compile(r"(?P<section>\w+)\.__init__\(\) got an unexpected keyword argument '(?P<name>\w+)'")
-_LIBRARY = re.compile(r"[/\\](orbax|grain|jax|tensorflow_datasets|etils|matplotlib)[/\\]")
+_LIBRARY = re.compile(r"[/\\](orbax|gcsfs|fsspec|grain|jax|tensorflow_datasets|etils|matplotlib)[/\\]")
 _HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull"}
 
 
@@ -105,19 +104,15 @@ def run(
   def start(_: Sequence[str]) -> None:
     set_up_logging()
     _compilation_cache.enable()
-    status: Any = EXIT_INTERRUPTED
     try:
-      with joined(given.joining):
+      with joined(given.joining, _said):
         if configured:
           validate(config, training=training)
         status = main(config, workdir)
-    except Interrupted:
-      logging.info("Interrupted: there is no result, and nothing was written.")
-    except ConfigError as error:
-      sys.stderr.write(f"error: {error}\n")
-      status = EXIT_BAD_INPUT
-    except (RunError, OSError) as error:
-      status = _fail(error)
+    except Exception as error:
+      status = _said(error)
+      if status is None:
+        raise
     leave(status if isinstance(status, int) else 0)
 
   app.run(start, argv=sys.argv[:1], flags_parser=lambda argv: argv)
@@ -144,20 +139,34 @@ def run_tool(main: Callable[[], Any], *, example: str) -> NoReturn:
     except ConfigError as error:
       refuse(error)
     except OSError as error:
-      leave(_fail(error))
+      status = _said(error)
+      if status is None:
+        raise
+      leave(status)
 
   app.run(start, argv=sys.argv[:1], flags_parser=lambda argv: argv)
   raise AssertionError("absl ends the program")
 
 
-def _fail(error: RunError | OSError) -> int:
-  """Says in one line what lies outside the code, and returns the exit status; raises any other error again."""
+def _said(error: BaseException) -> int | None:
+  """Says what has ended a program, and returns the exit status; None, and nothing is said, if nobody expected it."""
+  if isinstance(error, Interrupted):
+    logging.info("Interrupted: there is no result, and nothing was written.")
+    return EXIT_INTERRUPTED
+  if isinstance(error, ConfigError):
+    sys.stderr.write(f"error: {error}\n")
+    return EXIT_BAD_INPUT
+  if isinstance(error, KeyboardInterrupt):
+    sys.stderr.write("Interrupted.\n")
+    return EXIT_INTERRUPTED
+
+  # What lies outside the code.
   text = str(error)
-  if isinstance(error, OSError):
-    if error.errno not in FULL:
-      raise error
+  if isinstance(error, OSError) and error.errno in FULL:
     where = f": {error.filename}" if error.filename else ""  # a write does not tell
     text = f"{error.strerror}{where}. Make room, and run the same command again."
+  elif not isinstance(error, RunError):
+    return None
   sys.stderr.write(f"error: {text}\n")
   return EXIT_FAILURE
 

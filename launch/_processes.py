@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
-import time
-from collections.abc import Iterator
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
 
 import jax
 from absl import flags, logging
 
-from sao_jax.errors import ConfigError, RunError
-from sao_jax.interrupt import Interrupted
-from sao_jax.parallel.agreement import all_processes
+from launch import stop
+from sao_jax import interrupt
+from sao_jax.parallel.agreement import Processes, ProcessFailed, all_processes
 from sao_jax.parallel.process import Joining, initialize_processes, joining, leave_processes
+from sao_jax.parallel.watch import leave_failed, watched
 
-TELLING_SECONDS = 3.0  # for the others to read why process 0 has failed: their common store ends with it
+EXIT_FAILURE = 1
 
 FULL = errno.ENOSPC, errno.EDQUOT  # what a full disk says
-
-_SAID = ConfigError, RunError, Interrupted  # errors that the program ends with in its own way, and a full disk
 
 FLAGS = ("coordinator", "num_processes", "process_id")
 
@@ -42,34 +46,87 @@ def joining_of(flag_values: flags.FlagValues) -> Joining | None:
 
 
 @contextlib.contextmanager
-def joined(place: Joining | None) -> Iterator[None]:
+def joined(place: Joining | None, say: Callable[[BaseException], int | None] = lambda error: None) -> Iterator[None]:
   """Joins the other processes, and leaves together with them.
 
-  What ends this process before the others are done is told to them, so that they do not wait for it. Then it ends at
-  once: jax would wait for the others at the exit, and they may wait in a collective for this one.
+  What ends this process before the others are done is told to them, whatever it is, so that none waits for it, and all
+  end with its status. The process ends at once then: jax would wait for the others at the exit, and they may wait in a
+  collective for this one.
+
+  Args:
+    place: of this process; None where jax finds the others itself, or there are none.
+    say: says what an error means, and returns the exit status; None for one that nobody expected.
   """
   initialize_processes(*(place or ()))
   processes = all_processes()
-  try:
+  if processes.count == 1:
     yield
-  except SystemExit:
-    leave_processes()
-    raise
-  except BaseException as error:
-    if processes.count == 1:
+    return
+
+  with watched(processes, functools.partial(_end_with, processes)), _signals_are_told(processes):
+    try:
+      yield
+    except SystemExit:  # of all, or it would be a failure
+      leave_processes()
       raise
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the store may be gone
-      processes.fail(error)
-    if processes.is_writer:
-      time.sleep(TELLING_SECONDS)
-    if isinstance(error, _SAID) or (isinstance(error, OSError) and error.errno in FULL):
-      raise
-    logging.exception("Process %d of %d has failed.", processes.index, processes.count)
+    except BaseException as error:
+      _end_with(processes, error, say(error))
+  leave_processes()
+
+
+def _end_with(processes: Processes, error: BaseException, status: int | None = None) -> NoReturn:
+  """Ends this process because of an error, of its own or of another process, which all others are told."""
+  if isinstance(error, ProcessFailed) and status is None:  # found by the thread that watches
+    logging.error("%s This process waits for it where nothing else tells it, and ends.", error)
+  elif status is None:
+    logging.error("Process %d of %d has failed.", processes.index, processes.count, exc_info=error)
     if isinstance(error, jax.errors.JaxRuntimeError):
       logging.error(
         "An error of the devices or of their connection: another process may have died, whose own log says more. The "
         "same command goes on from the newest checkpoint."
       )
-    logging.flush()
-    os._exit(1)
-  leave_processes()
+  status = EXIT_FAILURE if status is None else status
+  processes.fail(error, status)
+
+  # The first failure of all is the reason of the others.
+  with contextlib.suppress(jax.errors.JaxRuntimeError):  # the store is gone
+    first = processes.failure()
+    if first is not None:
+      status = first.status
+    if first is not None and first.process != processes.index and not isinstance(error, ProcessFailed):
+      logging.error("%s", first)
+  leave_failed(processes)
+  logging.flush()
+  for stream in (sys.stdout, sys.stderr):
+    stream.flush()
+  os._exit(status)
+
+
+@contextlib.contextmanager
+def _signals_are_told(processes: Processes) -> Iterator[None]:
+  """Lets the others know of a signal that ends this process at once, such as a second Ctrl-C; all end with its status.
+
+  Handlers that somebody else has set stay.
+  """
+  ends = {signal.SIG_DFL: interrupt.end, stop: stop}
+  told, telling = [], threading.RLock()
+
+  def handle(number: int, frame: FrameType | None) -> None:
+    end = ends[previous[number]]
+    with telling:  # the main thread and the one of `Interrupt` both get a signal
+      if not told:
+        told.append(number)
+        processes.fail(f"it was ended by {signal.Signals(number).name}", 128 + number)
+        leave_failed(processes)
+      end(number, frame)
+
+  setattr(handle, interrupt.ENDS_PROCESS, True)
+  previous = {number: signal.getsignal(number) for number in interrupt.SIGNALS}
+  previous = {number: handler for number, handler in previous.items() if handler in ends}
+  for number in previous:
+    signal.signal(number, handle)
+  try:
+    yield
+  finally:
+    for number, handler in previous.items():
+      signal.signal(number, handler)

@@ -96,7 +96,7 @@ class Interrupt:
         previous(number, frame)
       if number == signal.SIGINT:
         raise KeyboardInterrupt
-      _end(number)
+      end(number)
     self.requested = self._handled = True
 
   def _watch(self) -> None:
@@ -115,7 +115,7 @@ class Interrupt:
       if getattr(previous, ENDS_PROCESS, False):
         previous(number, None)
       elif not callable(previous):
-        _end(number)
+        end(number)
       return
     name, again = signal.Signals(number).name, self._watched
     self.requested = self._watched = True
@@ -123,7 +123,7 @@ class Interrupt:
       logging.info("%s: stopping as soon as nothing is lost. A second Ctrl-C ends the program at once.", name)
 
 
-def _end(number: int) -> None:
+def end(number: int, frame: FrameType | None = None) -> None:
   """Ends the process like a signal that nothing handles, with a line."""
   os.write(2, f"{signal.Signals(number).name}: nothing was begun that could be saved; ending.\n".encode())
   os._exit(128 + number)

@@ -18,14 +18,8 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from sao_jax.checkpoints.host_state import (
-  Archives,
-  HostStateHandler,
-  HostStateRestore,
-  HostStateSave,
-  Unreadable,
-  encode,
-)
+from sao_jax.checkpoints.host_state import Archives, HostStateHandler, HostStateRestore, HostStateSave, encode
+from sao_jax.checkpoints.readable import StateHandler, StateRestore, StateSave, check_readable_items
 from sao_jax.checkpoints.state_tree import NETWORKS, REST, check_same_leaves, flatten, nest, places, split
 from sao_jax.configuration.paths import check_readable, check_storable, expand, move
 from sao_jax.errors import ConfigError, RunError
@@ -159,7 +153,7 @@ class Checkpointer:
     def start() -> None:
       self._before()
       self._take_over(step)
-      items = {name: ocp.args.StandardSave(nest(leaves)) for name, leaves in split(state).items() if leaves}
+      items = {name: StateSave(nest(leaves)) for name, leaves in split(state).items() if leaves}
       self._manager.save(step, args=ocp.args.Composite(**items, **{_HOST: HostStateSave(archive)}), force=True)
 
     self._notice_failure(start)
@@ -250,8 +244,6 @@ class Checkpointer:
 
   def _own(self, host_state: Any, where: str) -> Any:
     """Takes this process's share of a host state that another number of processes has saved; raises a damaged one's."""
-    if isinstance(host_state, Unreadable):
-      raise host_state.error
     if not isinstance(host_state, Archives):
       return host_state
     saved, now = len(host_state.states), self._processes.count
@@ -277,7 +269,9 @@ class Checkpointer:
       raise error
 
     items = {name: _restore_args(leaves) for name, leaves in wanted.items() if leaves}
-    restored = self._manager.restore(step, args=ocp.args.Composite(**items, **{_HOST: HostStateRestore()}))
+    with self._processes.busy():
+      restored = self._manager.restore(step, args=ocp.args.Composite(**items, **{_HOST: HostStateRestore()}))
+    check_readable_items(restored)
     flat = {name: flatten(restored[name]) for name in items}
     leaves = [flat[item][name] for item, name in places(abstract_state)]
     return Restored(
@@ -287,7 +281,10 @@ class Checkpointer:
   def _notice_failure(self, action: Callable[[], None]) -> None:
     """Does `action`. An error in it is that of the last save: it is logged, and too many in a row are raised."""
     try:
-      action()
+      with self._processes.busy():
+        action()
+    except RunError:  # this process must not write at all
+      raise
     except Exception as error:
       failed, self._current = self._current, None
       self._failure, self._failures = error, self._failures + 1
@@ -387,8 +384,7 @@ def load_host_state(directory: str | os.PathLike, step: int) -> Any:
   """
   with _manager(expand(directory), create=False) as manager:
     state = manager.restore(step, args=ocp.args.Composite(**{_HOST: HostStateRestore()}))[_HOST]
-    if isinstance(state, Unreadable):
-      raise state.error
+    check_readable_items({_HOST: state})
     return state.states[0] if isinstance(state, Archives) else state
 
 
@@ -407,7 +403,9 @@ def _read_network(
     abstract = {name: tree for name, tree in abstract.items() if name != optional}
   leaves = stored if abstract is None else flatten(abstract)
   check_same_leaves(stored, leaves, which, where, same_dtype=False)
-  restored = manager.restore(step, args=ocp.args.Composite(**{which: _restore_args(leaves)}))[which]
+  with all_processes().busy():
+    restored = manager.restore(step, args=ocp.args.Composite(**{which: _restore_args(leaves)}))[which]
+  check_readable_items({which: restored})
   if abstract is None:
     return restored
   flat = flatten(restored)
@@ -416,7 +414,7 @@ def _read_network(
 
 def _manager(directory: pathlib.Path, *, keep: int | None = None, create: bool = True) -> ocp.CheckpointManager:
   options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=create)
-  handlers = {name: ocp.StandardCheckpointHandler() for name in (*NETWORKS, REST)}
+  handlers = {name: StateHandler() for name in (*NETWORKS, REST)}
   return ocp.CheckpointManager(directory, options=options, item_handlers=handlers | {_HOST: HostStateHandler()})
 
 
@@ -440,7 +438,7 @@ def _restore_args(leaves: dict[str, Any]) -> Any:
     name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default)
     for name, leaf in leaves.items()
   }
-  return ocp.args.StandardRestore(nest(targets))
+  return StateRestore(nest(targets))
 
 
 def _free_name(path: pathlib.Path) -> pathlib.Path:

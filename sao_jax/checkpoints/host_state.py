@@ -18,6 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
+from sao_jax.checkpoints.readable import Unreadable
+
 _ARRAY = "__array__"
 _DICT = "__dict__"  # a dict with one of these two keys, as a list of its items
 _DOCUMENT = "json"
@@ -94,16 +96,6 @@ class Archives(NamedTuple):
   states: list[Any]
 
 
-class Unreadable(NamedTuple):
-  """In place of a host state that cannot be read.
-
-  Attributes:
-    error: says why.
-  """
-
-  error: Exception
-
-
 class HostStateHandler(ocp.AsyncCheckpointHandler):
   """Lets Orbax write the archive of a host state as one item of its atomic checkpoint."""
 
@@ -122,8 +114,7 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
   def restore(self, directory: pathlib.Path, args: HostStateRestore | None = None) -> Any:
     """Reads the archive of this process; those of all, see `Archives`, if another number of processes has saved.
 
-    Returns `Unreadable` instead of raising an error: all processes wait for each other at the end of reading, and a
-    damaged archive is only one's.
+    Returns `Unreadable` instead of raising an error.
     """
     try:
       return self._read(directory)

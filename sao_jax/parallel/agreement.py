@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -26,7 +27,7 @@ from sao_jax.interrupt import StopSignal
 SECONDS = 900.0  # without a sign of life of a process that others wait for
 RESCUE_SECONDS = 20.0  # to agree on what is saved when something has failed
 SLICE = 0.5  # seconds between two looks while waiting
-SIGN = 10.0  # seconds between two signs of life
+SIGN = 10.0  # seconds between two signs of life, at most
 
 _ROOT = "sao_jax"
 
@@ -45,7 +46,16 @@ class Disagreement(RunError):
 
 
 class ProcessFailed(RunError):
-  """Another process has failed, or shows no sign of life; its own log says more."""
+  """Another process has failed, or shows no sign of life; its own log says more.
+
+  Attributes:
+    process: which one.
+    status: its exit status, which is that of all.
+  """
+
+  def __init__(self, message: str, process: int = 0, status: int = 1):
+    super().__init__(message)
+    self.process, self.status = process, status
 
 
 class Processes:
@@ -54,6 +64,7 @@ class Processes:
   Attributes:
     index: this process.
     count: all of them.
+    noticed: True once this process knows that one has failed, itself or another.
   """
 
   def __init__(
@@ -76,7 +87,7 @@ class Processes:
     self._store, self._seconds, self._clock = store, seconds, clock
     self._number = 0  # of the decision that was made last
     self._looked = self._signed = -float("inf")
-    self._stop = False
+    self._stop = self.noticed = False
 
   @property
   def is_writer(self) -> bool:
@@ -157,20 +168,72 @@ class Processes:
 
   @property
   def stop_requested(self) -> bool:
-    """Has a process asked all to stop? The look, which long waits take now and then, is its sign of life as well."""
+    """Has a process asked all to stop, or failed, as the next decision tells?
+
+    The look, which long waits take now and then, is a sign of life as well.
+    """
     now = self._clock()
     if self.count == 1 or self._stop or now - self._looked < SLICE:
       return self._stop
     self._looked = now
     self._sign()
-    self._stop = bool(self._store.key_value_dir_get(f"{_ROOT}/stop/"))
+    self._stop = bool(self._store.key_value_dir_get(f"{_ROOT}/stop/")) or self.failure() is not None
     return self._stop
 
-  def fail(self, error: BaseException) -> None:
-    """Tells the others that this process cannot go on, and why: those that wait for it raise `ProcessFailed`."""
+  def fail(self, error: BaseException | str, status: int = 1) -> None:
+    """Tells the others that this process cannot go on, and why: those that wait for it raise `ProcessFailed`.
+
+    The first failure is that of all. `status` is the exit status that it has.
+    """
     if self.count > 1:
-      text = f"{type(error).__name__}: {error}"
-      self._store.key_value_set(f"{_ROOT}/failed/{self.index}", text[:2000], allow_overwrite=True)
+      self.noticed = True
+      text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+      entry = {"process": self.index, "text": text[:2000], "status": status}
+      with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first, or the store is gone
+        self._store.key_value_set(f"{_ROOT}/failure/first", json.dumps(entry))
+
+  def failure(self) -> ProcessFailed | None:
+    """Returns the first failure of all, that of this process too; None as long as there is none."""
+    for _, text in self._store.key_value_dir_get(f"{_ROOT}/failure/") if self.count > 1 else ():
+      entry = json.loads(text)
+      message = f"Process {entry['process']} has failed ({entry['text']})."
+      return ProcessFailed(message, entry["process"], entry["status"])
+    return None
+
+  def go(self) -> None:
+    """Says that this process takes part in nothing any more: it has failed, and ends."""
+    if self.count > 1:
+      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        self._store.key_value_set(f"{_ROOT}/gone/{self.index}", "", allow_overwrite=True)
+
+  def gone(self) -> set[int]:
+    """The other processes that have said so."""
+    return self._entries("gone").keys() - {self.index} if self.count > 1 else set()
+
+  @contextlib.contextmanager
+  def busy(self) -> Iterator[None]:
+    """Gives signs of life while this process does what may take long and looks at nothing: it reads, saves, compiles.
+
+    Elsewhere silence means that something hangs.
+    """
+    if self.count == 1:
+      yield
+      return
+    ended = threading.Event()
+
+    def sign() -> None:
+      with contextlib.suppress(jax.errors.JaxRuntimeError):  # the store is gone, which the next decision finds out
+        self._sign()
+        while not ended.wait(SIGN):
+          self._sign()
+
+    thread = threading.Thread(target=sign, name="signs of life", daemon=True)
+    thread.start()
+    try:
+      yield
+    finally:
+      ended.set()
+      thread.join()
 
   def agree_after_failure(self, value: Any) -> bool:
     """Tells whether all come here with the same value, soon after one of them has failed. Once in a run."""
@@ -214,9 +277,10 @@ class Processes:
 
       # Whoever waits shows that it lives, and looks if the others do.
       self._sign()
-      for process, text in self._entries("failed").items():
-        if process != self.index:
-          raise ProcessFailed(f"Process {process} has failed ({text}).")
+      failure = self.failure()
+      if failure is not None and failure.process != self.index:
+        self.noticed = True
+        raise failure
       latest = self._entries("alive").get(other)
       if latest != sign:
         seen, sign = self._clock(), latest
@@ -224,7 +288,8 @@ class Processes:
         raise ProcessFailed(
           f"Process {other} has shown no sign of life for {self._seconds:.0f} s, and process {self.index} waits for it "
           f"(decision {self._number}). Its own log may say what it does; the same command goes on from the newest "
-          "checkpoint."
+          "checkpoint.",
+          other,
         )
 
   def _entries(self, folder: str) -> dict[int, str]:
@@ -235,7 +300,7 @@ class Processes:
   def _sign(self) -> None:
     """Shows that this process lives, now and then."""
     now = self._clock()
-    if now - self._signed >= SIGN:
+    if now - self._signed >= SIGN / 2:
       self._signed = now
       self._store.key_value_set(f"{_ROOT}/alive/{self.index}", str(now), allow_overwrite=True)
 

@@ -168,8 +168,10 @@ class RolloutLoop:
     self.buffer.free()
     self._wake()
 
-  def wait_until_idle(self, timeout: float | None = None) -> None:
+  def wait_until_idle(self, timeout: float | None = None, look: Callable[[], object] = lambda: None) -> None:
     """Waits until every rollout that may be under way has ended: the calm between two versions of a deterministic run.
+
+    `look` is called now and then, and may raise.
 
     Raises:
       TimeoutError: not within `timeout` seconds.
@@ -184,6 +186,7 @@ class RolloutLoop:
 
       # A sampler that has died makes nothing idle: look at it now and then.
       self.check()
+      look()
       if not idle and timeout is not None:
         raise TimeoutError(f"rollouts are under way after {timeout} s: {self.ledger.counters()}")
     self._awaited = False

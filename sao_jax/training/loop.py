@@ -28,7 +28,7 @@ from sao_jax.learner.compilation import CompiledSteps
 from sao_jax.learner.packing import check_row_counts
 from sao_jax.learner.sampler_side import make_publisher, make_service
 from sao_jax.learner.setup import Learner, make_learner, rows_multiple
-from sao_jax.parallel.agreement import shared_stop
+from sao_jax.parallel.agreement import all_processes, shared_stop
 from sao_jax.report.episode_samples import EpisodeSamples
 from sao_jax.report.metrics import evaluated_versions
 from sao_jax.report.run_log import RunLog
@@ -141,7 +141,7 @@ def run_phase(
     ) as checkpointer,
     Interrupt(saves=False) as interrupt,
   ):
-    with announced("Making or restoring the networks"):
+    with announced("Making or restoring the networks"), learner.processes.busy():
       start = phases.restore_or_begin(config, learner, workdir, phase, checkpointer)
     if phase.policy_steps:
       learner = phases.settle_objective(learner, critic_pretrained=start.critic_pretrained)
@@ -328,14 +328,15 @@ def _make_samples(
 
 def _make_service(config: RunConfig, phase: Phase, version: int, weights: PyTree) -> SamplerService:
   """Makes the sampler of a phase, compiled, with `weights` as policy version `version`."""
-  return make_service(
-    config,
-    weights,
-    seed=phases.sampler_seed(config, phase.name),
-    version=version,
-    warm_up=True,
-    keep_experts=config.algorithm.router_replay,
-  )
+  with all_processes().busy():
+    return make_service(
+      config,
+      weights,
+      seed=phases.sampler_seed(config, phase.name),
+      version=version,
+      warm_up=True,
+      keep_experts=config.algorithm.router_replay,
+    )
 
 
 def _report(log: RunLog, samples: EpisodeSamples, step: int, evaluation: Evaluation) -> None:

@@ -149,7 +149,8 @@ class Rollouts:
     """
     if self._deterministic:
       with self.waits("take"):
-        self.loop.wait_until_idle()
+        # Not ended by a stop; but the look shows other processes that this one lives, and waits.
+        self.loop.wait_until_idle(look=lambda: self.interrupt.requested)
     if params is not None:
       self._service.publish(params, version)
     self.loop.on_version(version)

@@ -102,12 +102,14 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
   ):
     processes, stop = learner.processes, shared_stop(interrupt, learner.processes)
     # Begin, or go on from the newest checkpoint: network and position in the prompts belong together.
-    restored = restore_state(checkpointer, abstract_network(learner.policy, learner.layout))
+    with processes.busy():
+      restored = restore_state(checkpointer, abstract_network(learner.policy, learner.layout))
     if restored is None or restored.step < config.sft.steps:
       warn_of_later_phases(workdir, phases.SFT, phases.PHASES[1:])
     if restored is None:
       clock = StepClock()
-      params = phases.initial_policy(config, learner, workdir, earlier=())
+      with processes.busy():
+        params = phases.initial_policy(config, learner, workdir, earlier=())
       step, network = 0, make_network_state(learner.policy, learner.layout, params)
     else:
       step, network, host_state = restored

@@ -330,10 +330,10 @@ def test_a_run_that_ends_for_a_reason_outside_says_it_last_and_without_a_traceba
 
 
 def test_any_other_error_keeps_its_traceback(capsys):
-  assert _flags._fail(OSError(28, "No space left on device")) == 1
+  assert _flags._said(OSError(28, "No space left on device")) == 1
   assert capsys.readouterr().err == "error: No space left on device. Make room, and run the same command again.\n"
-  with pytest.raises(PermissionError):
-    _flags._fail(PermissionError(13, "Permission denied"))
+  assert _flags._said(PermissionError(13, "Permission denied")) is None
+  assert capsys.readouterr().err == ""
 
 
 def test_the_log_keeps_what_libraries_complain_of_but_not_their_tracebacks():
@@ -341,7 +341,8 @@ def test_the_log_keeps_what_libraries_complain_of_but_not_their_tracebacks():
     record = logging.LogRecord(name, level, path, 1, message, (), (OSError, OSError("full"), None))
     return _flags._is_told(record) and (record.exc_info is not None)
 
-  orbax = "/packages/orbax/checkpoint/future.py"
+  orbax, gcsfs = "/packages/orbax/checkpoint/future.py", "/packages/gcsfs/caching.py"
+  assert not _flags._is_told(logging.LogRecord("gcsfs", logging.INFO, gcsfs, 1, "a cache", (), None))
   assert told(orbax, logging.ERROR) is False and told("/sao_jax/training/loop.py", logging.ERROR) is True
   record = logging.LogRecord("absl", logging.ERROR, orbax, 1, "not written", (), None)
   assert _flags._is_told(record)

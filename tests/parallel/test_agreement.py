@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 from toys import processes
@@ -12,6 +13,7 @@ from toys.shared_store import SharedStore, together
 
 from sao_jax.parallel import agreement
 from sao_jax.parallel.agreement import ALONE, Disagreement, Processes, ProcessFailed, SharedStop
+from sao_jax.parallel.watch import leave_failed, watched
 
 
 class Signal:
@@ -104,6 +106,68 @@ def test_a_process_that_shows_no_sign_of_life_is_given_up_and_one_that_waits_is_
   )
   error, _ = together(SharedStore(), 2, lambda processes: processes.gather("the step", 1), lambda p: None, seconds=0.1)
   assert isinstance(error, ProcessFailed) and "Process 1 has shown no sign of life" in str(error)
+
+
+def test_a_process_that_looks_at_nothing_gives_signs_while_it_is_busy():
+  def reads(processes):
+    with processes.busy():
+      agreement.time.sleep(0.5)
+    return processes.gather("the step", 1)
+
+  waits = lambda processes: processes.gather("the step", 1)
+  assert together(SharedStore(), 2, waits, reads, seconds=0.2) == [[1, 1]] * 2
+
+
+def test_the_first_failure_is_that_of_all_with_its_status_and_stops_long_waits():
+  store = SharedStore()
+  first, second = (Processes(index, 2, store) for index in (0, 1))
+  assert first.failure() is None and not first.stop_requested and not first.gone()
+  second.fail(ValueError("no prompts"), 2)
+  first.fail(RuntimeError("the other is gone"))
+  for process in (first, second):
+    failure = process.failure()
+    assert (failure.process, failure.status) == (1, 2) and "(ValueError: no prompts)" in str(failure)
+  agreement.time.sleep(0.03)
+  assert first.stop_requested  # and the next decision says why
+  second.go()
+  assert first.gone() == {1} and not second.gone()
+
+
+def watched_end(act, **options):
+  """The failures with which a process is ended that sleeps, while `act` does something to the other."""
+  store, ended = SharedStore(), []
+  own, other = (Processes(index, 2, store) for index in (0, 1))
+  times = {"every": 0.01, "grace": 0.1, "rescue": 0.1} | options
+  with watched(own, ended.append, **times):
+    act(own, other)
+    agreement.time.sleep(0.5)
+  return [str(failure) for failure in ended]
+
+
+def test_a_process_that_waits_elsewhere_is_ended_once_others_have_failed():
+  failed = ["Process 1 has failed (OSError: full)."]
+  assert watched_end(lambda own, other: None) == []
+  assert watched_end(lambda own, other: other.fail(OSError("full"))) == failed
+  assert watched_end(lambda own, other: (other.fail(OSError("full")), other.go()), rescue=60.0) == failed
+
+  # One that knows of it may be saving, as long as the others are there.
+  def noticed(own, other):
+    other.fail(OSError("full"))
+    with pytest.raises(ProcessFailed):
+      own.gather("the step", 1)
+
+  assert watched_end(noticed) == []
+  assert watched_end(lambda own, other: (noticed(own, other), other.go())) == failed
+
+
+def test_the_one_that_keeps_the_store_stays_until_the_others_have_read():
+  store = SharedStore()
+  own, other = (Processes(index, 2, store) for index in (0, 1))
+  own.fail(OSError("full"))
+  timer = threading.Timer(0.2, other.go)
+  timer.start()
+  leave_failed(own, seconds=30.0)
+  assert own.gone() == {1} and other.gone() == {0}
 
 
 def test_the_stop_of_one_is_that_of_all():

@@ -17,7 +17,8 @@ class SharedStore:
 
   def key_value_set(self, key, value, allow_overwrite=False):
     with self._changed:
-      assert allow_overwrite or key not in self.entries, key
+      if key in self.entries and not allow_overwrite:
+        raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
       self.entries[key] = value
       self._changed.notify_all()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import sys
 
 import rich.console
@@ -19,10 +20,11 @@ from launch import _flags
 from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
 from sao_jax.pod.chips import chip_of
-from sao_jax.pod.compilations import PROGRAMS, PUBLISHED_RUNS, Request, compile_all, compile_here
+from sao_jax.pod.compilations import PROGRAMS, Request, check_programs, compile_all, compile_here, suite
 from sao_jax.pod.tables import advice, tables, together, together_table
 
 WIDTH = 150  # of tables in files, in characters
+_SUITE_FLAG = re.compile(r"--?suite(=(t|true|1|y|yes))?", re.IGNORECASE)  # as absl reads what is true
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "The learner's devices, as v5p:4x4x4.")
 _SAMPLER = flags.DEFINE_string("sampler_topology", None, "The devices of one sampler; default: as the config says.")
@@ -35,14 +37,14 @@ _SUITE = flags.DEFINE_bool("suite", False, "All published configurations, each f
 
 def requests() -> list[Request]:
   """Reads the command line; with --result, it compiles here and there is nothing to request."""
-  if "--suite" in sys.argv:
+  if any(_SUITE_FLAG.fullmatch(argument) for argument in sys.argv):
     _flags.read_flags(sys.argv, flags.FLAGS, "--suite")  # no configuration stands there: the suite names them
-    return [Request(arguments, name) for arguments in PUBLISHED_RUNS for name in _PROGRAMS.value]
+    if _TOPOLOGY.value or _SAMPLER.value:
+      raise ConfigError("--topology", "the suite names its topologies itself.", "Leave it out, or --suite.")
+    return suite(_PROGRAMS.value)
 
   given = _flags.read(sys.argv)
-  wrong = [name for name in _PROGRAMS.value if name not in PROGRAMS]
-  if wrong or not _PROGRAMS.value:
-    raise ConfigError("--programs", f"there is no program {wrong}.", f"Choose some of {', '.join(PROGRAMS)}.")
+  check_programs(_PROGRAMS.value)
   if not _TOPOLOGY.value:
     raise ConfigError("--topology", "it is missing.", "Name one, as in --topology=v5p:4x4x4.")
   chip_of(_TOPOLOGY.value)

@@ -15,14 +15,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sao_jax.config import RunConfig
+from sao_jax.errors import ConfigError
 from sao_jax.pod.chips import ENVIRONMENT, chip_of, topology_of
 
 PROGRAMS = ("step", "critic_step", "decode", "prefill", "publish")
-# Arguments of each published configuration.
+_REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+# Files of the published configurations, from the repository's folder, and further arguments.
 PUBLISHED_RUNS = (
-  ("--config=configs/qwen3_4b.py", "--topology=v6e:4x4"),
-  ("--config=configs/qwen3_30b_a3b.py", "--topology=v5p:4x4x4"),
-  ("--config=configs/glm_5_2.py", "--topology=v5p:8x8x8"),
+  ("configs/qwen3_4b.py", "--topology=v6e:4x4"),
+  ("configs/qwen3_30b_a3b.py", "--topology=v5p:4x4x4"),
+  ("configs/qwen3_30b_a3b.py", "--topology=v6e:16x16", "--config.mesh.context=16"),
+  ("configs/glm_5_2.py", "--topology=v5p:8x8x8"),
 )
 _LAST_LINES = 15  # of a compilation that failed
 _OF_ALL = ("programs", "json", "jobs")  # flags of the command that are not for each of its compilations
@@ -39,6 +42,21 @@ class Request:
 
   arguments: tuple[str, ...]
   program: str
+
+
+def check_programs(names: Sequence[str]) -> None:
+  """Raises ConfigError for a program that there is not, or for none."""
+  wrong = [name for name in names if name not in PROGRAMS]
+  if wrong or not names:
+    raise ConfigError("--programs", f"there is no program {wrong}.", f"Choose some of {', '.join(PROGRAMS)}.")
+
+
+def suite(programs: Sequence[str]) -> list[Request]:
+  """Requests some programs of every published run. Raises ConfigError as `check_programs`."""
+  check_programs(programs)
+  return [
+    Request((f"--config={_REPOSITORY / config}", *more), name) for config, *more in PUBLISHED_RUNS for name in programs
+  ]
 
 
 def compile_all(requests: Sequence[Request], jobs: int = 1) -> Iterator[dict[str, Any]]:

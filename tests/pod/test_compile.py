@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import pathlib
 
 import pytest
 import rich.console
+from absl.testing import flagsaver
 from toys.pod_toy import LENGTH, RUNS, compile_in_a_process
 from toys.tpu_process import needs_libtpu
 
 from configs import glm_5_2, qwen3_4b, qwen3_30b_a3b
+from launch import compile_pod
 from sao_jax.config import MeshConfig
 from sao_jax.configuration.relations import validate
+from sao_jax.errors import ConfigError
 from sao_jax.huggingface.published import total_params
 from sao_jax.parallel.mesh import AXES
 from sao_jax.pod import measure
@@ -56,7 +60,7 @@ def test_published_configurations_are_valid(module):
   assert config.algorithm.value_updates == 2 and config.algorithm.freeze_attention and config.algorithm.needs_critic
   assert config.rollout.batch_size == 128 == max(config.rollout.row_counts)
   assert max(config.rollout.row_lengths) == (32_768 if module is qwen3_4b else 131_072)
-  (run,) = (each for each in PUBLISHED_RUNS if f"{module.__name__.removeprefix('configs.')}.py" in each[0])
+  run = next(each for each in PUBLISHED_RUNS if each[0] == f"{module.__name__.replace('.', '/')}.py")
   topology = run[1].removeprefix("--topology=")
   devices = math.prod(map(int, topology.partition(":")[2].split("x")))
   assert math.prod(getattr(config.mesh, axis) for axis in AXES) == devices
@@ -75,6 +79,24 @@ def test_the_sampler_has_a_topology_of_its_own():
 def test_each_compilation_gets_the_arguments_of_its_own():
   whole = ["--programs", "step,decode", "--config", "a.py", "--json=x.json", "--jobs=2", "--config.mesh.fsdp", "4"]
   assert arguments_of_one(whole) == ["--config", "a.py", "--config.mesh.fsdp", "4"]
+
+
+@pytest.mark.parametrize("suite", [["--suite"], ["--suite=true", "--programs=step"], ["-suite=1", "--programs=step"]])
+def test_the_suite_names_its_configurations_itself(monkeypatch, suite):
+  monkeypatch.setattr("sys.argv", ["compile_pod", *suite])
+  with flagsaver.flagsaver():
+    requests = compile_pod.requests()
+  assert len(requests) == len(PUBLISHED_RUNS) * (len(PROGRAMS) if len(suite) == 1 else 1)
+  for request in requests:
+    config, *more = request.arguments
+    assert pathlib.Path(config.removeprefix("--config=")).is_file() and any("topology" in flag for flag in more)
+
+
+@pytest.mark.parametrize("argument", ["--programs=steps", "--topology=v5p:4x4x4", "--config=configs/qwen3_4b.py"])
+def test_what_a_suite_cannot_use_is_refused(monkeypatch, argument):
+  monkeypatch.setattr("sys.argv", ["compile_pod", "--suite", argument])
+  with flagsaver.flagsaver(), pytest.raises(ConfigError, match=argument.partition("=")[0].strip("-")):
+    compile_pod.requests()
 
 
 def test_what_lies_in_a_chip_together():

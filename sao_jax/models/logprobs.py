@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.transformer import head_logits
+from sao_jax.models.transformer import head_logits, output_head
+from sao_jax.models.vocabulary_shards import can_gather_vocabulary, sharded_logprobs
 from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params
 
@@ -46,15 +47,35 @@ def token_logprobs(
       at a time, also in the backward pass, which computes them again.
     layout: the one that parameters and batch are placed by.
   """
+  targets = jnp.roll(token_ids, -1, axis=1)
+  if can_gather_vocabulary(layout):
+    outputs = sharded_logprobs(layout, temperature, chunk, output_head(params, config), hidden, targets)
+  else:
+    outputs = _logprobs_of_next(params, config, hidden, targets, temperature, chunk, layout)
+
+  # Of the next token -> of this token.
+  valid = has_prefix(jnp.ones_like(token_ids) if segment_ids is None else segment_ids)
+  logprobs, entropy = (jnp.where(valid, jnp.roll(x, 1, axis=1), 0.0) for x in outputs)
+  return logprobs, entropy
+
+
+def _logprobs_of_next(
+  params: Params,
+  config: ModelConfig,
+  hidden: jax.Array,
+  targets: jax.Array,
+  temperature: float,
+  chunk: int,
+  layout: Layout,
+) -> tuple[jax.Array, jax.Array]:
+  """Log-probs [B, T] of the targets, and entropies, on one device, or as the partitioner sees fit."""
   # Every context shard has `own` positions of a row. Blocks of `width` of them, as equal as they can be.
-  rows, length = token_ids.shape
+  rows, length = targets.shape
   shards = layout.shards("sequence")
   own = length // shards
   num_blocks = -(-rows * length // (chunk * layout.shards("batch", "sequence")))
   width = -(-own // num_blocks)
   num_blocks = -(-own // width)
-
-  targets = jnp.roll(token_ids, -1, axis=1)
 
   # A block has positions of all shards, so that none waits for another: [B, T, ...] -> [num_blocks, B, c, width, ...].
   def blocks(x: jax.Array) -> jax.Array:
@@ -80,11 +101,9 @@ def token_logprobs(
   if num_blocks > 1:  # with one block the logits may as well be kept for the backward pass
     block_logprobs = jax.checkpoint(block_logprobs, prevent_cse=False)
   outputs = jax.lax.map(block_logprobs, (blocks(hidden), blocks(targets)))
-  valid = has_prefix(jnp.ones_like(token_ids) if segment_ids is None else segment_ids)
 
-  # [num_blocks, B, c, width], of the next token -> [B, T], of this token.
-  def token_aligned(x: jax.Array) -> jax.Array:
-    x = jnp.moveaxis(x, 0, 2).reshape(rows, shards, -1)[:, :, :own].reshape(rows, length)
-    return jnp.where(valid, jnp.roll(x, 1, axis=1), 0.0)
+  # [num_blocks, B, c, width] -> [B, T]
+  def joined(x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x, 0, 2).reshape(rows, shards, -1)[:, :, :own].reshape(rows, length)
 
-  return token_aligned(outputs[0]), token_aligned(outputs[1])
+  return joined(outputs[0]), joined(outputs[1])

@@ -19,6 +19,7 @@ from sao_jax.models.lora import add_lora, lora_of
 from sao_jax.models.moe import Routed, moe_feed_forward, set_experts_apart
 from sao_jax.models.rope import rope_table
 from sao_jax.models.router import router_bias_paths
+from sao_jax.models.vocabulary_shards import can_gather_vocabulary, sharded_embedding
 from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
 
@@ -107,7 +108,10 @@ def trunk(
   kind = attention_kind(config)
   table = rope_table(positions, kind.rotary_dim(config), config.rope_theta, config.yarn)
   with jax.named_scope("embed"):
-    x = params["embed"][token_ids].astype(config.dtype)
+    if can_gather_vocabulary(layout) and not in_place:  # a sampler looks up too few tokens to gather the table for
+      x = sharded_embedding(layout, config.dtype, params["embed"], token_ids)
+    else:
+      x = params["embed"][token_ids].astype(config.dtype)
   x = layout.constrain(x if added is None else x + added.astype(config.dtype), "batch", "sequence", None)
 
   common = {name: params[name] for name in kind.common_specs(config)}
@@ -203,6 +207,10 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
 def head_logits(
   params: Params, config: ModelConfig, hidden: Float[Array, "*batch D"], layout: Layout = ONE_DEVICE
 ) -> Float[Array, "*batch V"]:
-  """Logits of the next token, accumulated and returned in fp32; the head is embedᵀ when it is tied."""
-  head = params["embed"].T if config.tie_embeddings else params["head"]
-  return linear(hidden, head, layout, dtype=jnp.float32)
+  """Logits of the next token, accumulated and returned in fp32."""
+  return linear(hidden, output_head(params, config), layout, dtype=jnp.float32)
+
+
+def output_head(params: Params, config: ModelConfig) -> Float[Array, "D V"]:
+  """The matrix from hidden states to logits: embedᵀ when it is tied."""
+  return params["embed"].T if config.tie_embeddings else params["head"]

@@ -1,4 +1,4 @@
-"""The experts' programs for a TPU, compiled without one: what travels between the chips, and what is copied."""
+"""Programs of experts and vocabulary for a TPU, compiled without one: what travels, and what is copied."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from sao_jax.config import MeshConfig, ModelConfig
 from sao_jax.models.moe import moe_feed_forward, set_experts_apart
+from sao_jax.models.vocabulary_shards import sharded_embedding, sharded_logprobs
 from sao_jax.parallel.layout import AxisRules, Layout
 from sao_jax.parallel.mesh import make_mesh
 from sao_jax.pod import collectives, parse
@@ -56,7 +57,21 @@ def decoding():
   kernels = [each for each in made if each.target == "tpu_custom_call"]
   return {"largest": max(each.bytes for each in made), "kernels": len(kernels)}
 
-print(json.dumps({"fsdp": training(MeshConfig(fsdp=8)), "fsdp x expert": training(MeshConfig(fsdp=4, expert=2)),
+def vocabulary():
+  plane = topologies.get_topology_desc(platform="tpu", topology_name="v5p:4x4x4").devices
+  layout = Layout(make_mesh(MeshConfig(fsdp=16, context=4), plane))
+  def value(embed, head, ids):
+    hidden = sharded_embedding(layout, "bfloat16", embed, ids)
+    return jnp.sum(sharded_logprobs(layout, 1.0, 128, head, hidden, ids)[0])
+  place = lambda shape, dtype, *axes: jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(*axes))
+  embed = place((1187 * 8, 512), jnp.float32, "vocab", "embed")
+  head = place((512, 1187 * 8), jnp.float32, "embed", "vocab")
+  gradient = jax.jit(jax.grad(value, argnums=(0, 1)), out_shardings=(embed.sharding, head.sharding))
+  text = gradient.lower(embed, head, place((16, 512), jnp.int32, "batch", "sequence")).compile().as_text()
+  return [(each.kind, each.axes, each.array.bytes) for each in collectives(parse(text), layout.mesh.shape)]
+
+print(json.dumps({"vocabulary": vocabulary(), "fsdp": training(MeshConfig(fsdp=8)),
+                  "fsdp x expert": training(MeshConfig(fsdp=4, expert=2)),
                   "decoding": decoding()}))
 """
 MIB = 2**20
@@ -93,3 +108,10 @@ def test_decoding_copies_no_experts(programs):
   """Three products of a layer, each reading its matrices (16 MiB) where they stand among those of six layers."""
   assert programs["decoding"]["kernels"] == 3
   assert programs["decoding"]["largest"] < MIB
+
+
+def test_gradients_of_a_vocabulary_are_scattered_whatever_its_size(programs):
+  """1187 lines of 8 tokens have no smaller factor: of pieces of unequal size, a TPU adds up all in full."""
+  found = [(kind, axes) for kind, axes, size in programs["vocabulary"] if size >= MIB // 4]
+  kinds = ("all-gather", "reduce-scatter")
+  assert sorted(found) == [(kind, axes) for kind in kinds for axes in ("context", "fsdp") for _ in range(2)]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention import Attend, attention_kind
-from sao_jax.models.attention.kind import ATTENTION_OUT
+from sao_jax.models.attention.kind import ATTENTION_OUT, PASSED
 from sao_jax.models.linear import feed_forward, linear, rms_norm
 from sao_jax.models.lora import add_lora, lora_of
 from sao_jax.models.moe import Routed, moe_feed_forward, set_experts_apart
@@ -178,7 +178,8 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
   """`layer` with a policy of what the backward pass finds and what it computes again.
 
   none: finds everything. dots: results of matrix products, and of attention. attention: results of attention and the
-  layer's input. full: the input only. offload: as attention, but in the host's memory.
+  layer's input. full: the input only. offload: as attention, but in the host's memory. All find the positions that a
+  layer passes on, in place of those that it was passed.
 
   Set `straight` when `layer` is not inside a loop after compilation. XLA could then merge the recomputation with the
   forward pass and keep the activations; `prevent_cse` stops it.
@@ -188,13 +189,13 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
 
   # By name where the values have one: `checkpoint_name`.
   keep = jax.checkpoint_policies
-  attention = keep.save_only_these_names(ATTENTION_OUT)
+  attention = keep.save_only_these_names(ATTENTION_OUT, PASSED)
   policies = {
-    "full": keep.nothing_saveable,
+    "full": keep.save_only_these_names(PASSED),
     "dots": keep.save_from_both_policies(keep.dots_with_no_batch_dims_saveable, attention),
     "attention": attention,
     "offload": keep.save_and_offload_only_these_names(
-      names_which_can_be_saved=[],
+      names_which_can_be_saved=[PASSED],
       names_which_can_be_offloaded=[ATTENTION_OUT, LAYER_INPUT],
       offload_src="device",
       offload_dst="pinned_host",

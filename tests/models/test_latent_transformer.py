@@ -91,6 +91,24 @@ def test_remat_and_scanning_change_nothing():
   assert not any(np.any(leaf) for leaf in jax.tree.leaves(expected["indexer_layers"]))
 
 
+def test_the_backward_pass_chooses_no_positions_again():
+  """Also where only inputs are kept, if a layer passes them on: it keeps them in place of those that it was passed."""
+
+  def gradient(remat, others):
+    config = dataclasses.replace(toy.CONFIG, num_layers=6, remat=remat, **others)
+    params = toy.random_params(param_specs(config))
+    return str(jax.make_jaxpr(jax.grad(lambda params: jnp.sum(hidden_of.__wrapped__(params, config))))(params))
+
+  by_kind = {"each chooses": ({}, 2), "some are passed on": ({"indexer_types": ("full", "shared", "shared") * 2}, 1)}
+  for others, in_full in by_kind.values():
+    texts = {remat: gradient(remat, others) for remat in ("none", "full", "attention", "dots", "offload")}
+    counts = {remat: text.count("population_count") for remat, text in texts.items()}
+    assert counts == {remat: counts["none"] * (in_full if remat == "full" else 1) for remat in texts}
+
+  # One selection of every layer is kept, and not also the one that it was passed.
+  assert [texts[remat].count(f":i32[6,2,{toy.LENGTH},{toy.CONFIG.index_topk}]") for remat in ("full", "dots")] == [1, 1]
+
+
 def test_sharded_equals_one_device():
   config = dataclasses.replace(SHARED, vocab_size=12, num_layers=2, indexer_types=("full", "shared"), index_topk=3)
   specs = param_specs(config)

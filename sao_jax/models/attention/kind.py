@@ -20,6 +20,8 @@ Attend = Any
 # The name (`jax.ad_checkpoint.checkpoint_name`) of what attention gives and of the logarithms of its sums: with these
 # the backward pass need not compute it again; `transformer.rematerialize` chooses.
 ATTENTION_OUT = "attention_out"
+# The name of what a layer passes to the next one: kept in place of what it was passed, it costs no memory.
+PASSED = "passed"
 
 
 @runtime_checkable

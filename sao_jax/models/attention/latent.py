@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention.kind import ATTENTION_OUT, AttentionKind
+from sao_jax.models.attention.kind import ATTENTION_OUT, PASSED, AttentionKind
 from sao_jax.models.attention.packed import packed_attention, shard_attention
 from sao_jax.models.attention.packed_latent import packed_choice, packed_selected_attention
 from sao_jax.models.attention.shards import attend_stretch, gather_sequence
@@ -230,12 +230,15 @@ def latent_layer(
       own = jax.tree.map(take, common["indexer_layers"])
       return attend.select(index(own, x, compressed, table, config, layout), number, carry)
 
+    # Named, so that the backward pass need not choose again; there is no selection where every position is read.
+    named = lambda selection, name: None if selection is None else checkpoint_name(selection, name)
     if full.all():
       selection, carry = choose()
+      selection = named(selection, ATTENTION_OUT)
     else:
       keep = lambda: (selection, carry)
       selection, carry = jax.lax.cond(jnp.asarray(full)[layer_index], choose, keep)
-      passed = selection
+      passed = selection = named(selection, PASSED)
 
   # Absorbed or expanded, `attend` decides; heads are then joined and projected back.
   out, carry = attend.attend(q, latent, params["kv_b"], selection, layer_index, carry)

@@ -91,11 +91,12 @@ def buffered_gradient(
   weights: Float[Array, "N k"],
   experts: Int[Array, "N k"],
   out_grad: Float[Array, "N D"],
+  so_far: ExpertWeights | None = None,
   *,
   rows: int,
   implementation: str,
 ) -> tuple[ExpertWeights, Float[Array, "N D"], Float[Array, "N k"]]:
-  """The gradients of `buffered_experts`: of the parameters, added up in fp32, of `x` and of `weights`.
+  """The gradients of `buffered_experts`: of the parameters, added in fp32 to those `so_far`, of `x` and of `weights`.
 
   The same loop; what a buffer computes inside is computed again, nothing was stored.
   """
@@ -107,8 +108,9 @@ def buffered_gradient(
     _, vjp = jax.vjp(lambda *args: _compute(*args, own, implementation), params, x, weights)
     return start + rows, jax.tree.map(lambda total, part: total + part.astype(total.dtype), grads, vjp(out_grad))
 
-  wide = {name: jnp.zeros(weight.shape, jnp.float32) for name, weight in params.items()}
-  zeros = wide, jnp.zeros_like(x), jnp.zeros_like(weights)
+  if so_far is None:
+    so_far = {name: jnp.zeros(weight.shape, jnp.float32) for name, weight in params.items()}
+  zeros = so_far, jnp.zeros_like(x), jnp.zeros_like(weights)
   return jax.lax.while_loop(lambda carry: carry[0] < ends[-1], add_buffer, (jnp.int32(0), zeros))[1]
 
 

@@ -23,6 +23,7 @@ from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.staged_gather import Stage, gather, scatter_sum, stages
 
 EMBED_AXIS = {"gate": -2, "up": -2, "down": -1}  # the dimension "expert_embed" of the weights
+PART_BYTES = 2**30  # of the rows of experts that are laid out at a time
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -61,18 +62,23 @@ def apply_sharded(
   ) -> tuple[jax.Array, jax.Array]:
     num_experts, shape = count_experts(params), x.shape
     params = {name: _gather_weight(params[name], name, axes, x.dtype) for name in EXPERT_WEIGHTS}
-    x, weights, experts = (_gather_tokens(array, axes) for array in (x, weights, experts))
-    experts = experts - jax.lax.axis_index(axes.expert) * num_experts
 
-    rows = buffer_rows(experts.size, layout.shards("expert"))
-    if rows < experts.size:
-      out, computed = buffered_experts(
-        params, x, weights, experts, rows=rows, implementation=implementation, layer=layer
-      )
-    else:
-      out = expert_feed_forward(params, x, weights, experts, implementation=implementation, layer=layer)
-      computed = jnp.sum(lives_here(experts, num_experts), axis=-1, dtype=jnp.int32)
-    out, computed = _add_up(out, axes), _add_up(computed, axes) // layout.shards("mlp")
+    # The sum over the experts here for some of the tokens of this device, and of the others in its group.
+    def of_tokens(x: jax.Array, weights: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+      x, weights, experts = (_gather_tokens(array, axes) for array in (x, weights, experts))
+      experts = experts - jax.lax.axis_index(axes.expert) * num_experts
+      rows = buffer_rows(experts.size, layout.shards("expert"))
+      if rows < experts.size:
+        out, computed = buffered_experts(
+          params, x, weights, experts, rows=rows, implementation=implementation, layer=layer
+        )
+      else:
+        out = expert_feed_forward(params, x, weights, experts, implementation=implementation, layer=layer)
+        computed = jnp.sum(lives_here(experts, num_experts), axis=-1, dtype=jnp.int32)
+      return _add_up(out, axes), _add_up(computed, axes) // layout.shards("mlp")
+
+    number = number_of_parts(x, experts, layout)
+    _, (out, computed) = _in_parts(lambda _, *part: (None, of_tokens(*part)), number, None, x, weights, experts)
     return out.reshape(shape), computed.reshape(shape[:2])
 
   specs = _weight_specs(layout, stacked=layer is not None)
@@ -94,22 +100,30 @@ def _backward(layout: Layout, implementation: str, operands: Any, out_grads: Any
   ) -> tuple[ExpertWeights, jax.Array, jax.Array]:
     dtypes, num_experts, shape = {name: p.dtype for name, p in params.items()}, count_experts(params), x.shape[:2]
     params = {name: _gather_weight(params[name], name, axes, x.dtype) for name in EXPERT_WEIGHTS}
-    x, weights, experts, out_grad = (_gather_tokens(array, axes) for array in (x, weights, experts, out_grad))
-    experts = experts - jax.lax.axis_index(axes.expert) * num_experts
 
-    rows = buffer_rows(experts.size, layout.shards("expert"))
-    if rows < experts.size:
-      params_grad, *rest = buffered_gradient(
-        params, x, weights, experts, out_grad, rows=rows, implementation=implementation
-      )
-    else:
-      run = functools.partial(expert_feed_forward, experts=experts, implementation=implementation)
-      params_grad, *rest = jax.vjp(run, params, x, weights)[1](out_grad)
+    # The gradients through some of the tokens; those of weights join the ones so far.
+    def of_tokens(so_far: ExpertWeights | None, *part: jax.Array) -> tuple[ExpertWeights, tuple[jax.Array, ...]]:
+      x, weights, experts, out_grad = (_gather_tokens(array, axes) for array in part)
+      experts = experts - jax.lax.axis_index(axes.expert) * num_experts
+      rows = buffer_rows(experts.size, layout.shards("expert"))
+      if rows < experts.size:
+        params_grad, *rest = buffered_gradient(
+          params, x, weights, experts, out_grad, so_far, rows=rows, implementation=implementation
+        )
+      else:
+        run = functools.partial(expert_feed_forward, experts=experts, implementation=implementation)
+        params_grad, *rest = jax.vjp(run, params, x, weights)[1](out_grad)
+        if so_far is not None:
+          params_grad = jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), so_far, params_grad)
+      return params_grad, tuple(_add_up(grad, axes) for grad in rest)
 
+    number = number_of_parts(x, experts, layout)
+    zeros = {name: jnp.zeros(params[name].shape, jnp.float32) for name in params} if number > 1 else None
+    params_grad, rest = _in_parts(of_tokens, number, zeros, x, weights, experts, out_grad)
     params_grad = {
       name: _scatter_gradient(grad, name, axes, layout).astype(dtypes[name]) for name, grad in params_grad.items()
     }
-    x_grad, weights_grad = (_add_up(grad, axes).reshape(*shape, -1) for grad in rest)
+    x_grad, weights_grad = (grad.reshape(*shape, -1) for grad in rest)
     return params_grad, x_grad, weights_grad
 
   params, *arrays = operands
@@ -119,6 +133,38 @@ def _backward(layout: Layout, implementation: str, operands: Any, out_grads: Any
 
 
 sharded_experts.defvjp(_forward, _backward)
+
+
+def number_of_parts(x: Float[Array, "B T D"], experts: Int[Array, "B T k"], layout: Layout) -> int:
+  """The equal parts, a power of two, in which a device's tokens are computed: so many that the rows of one are small.
+
+  Weights are gathered once for all parts, and parts are made no smaller than they must be: where an expert has few
+  rows, a kernel that takes whole tiles wastes much of them.
+  """
+  tokens, parts = x.shape[0] * x.shape[1], 1
+  group = math.prod(layout.mesh.shape[axis] for axis in _axes(layout).gathered)
+  row_bytes = x.shape[2] * x.dtype.itemsize
+
+  def part_bytes() -> int:
+    pairs = tokens // parts * group * experts.shape[2]
+    return buffer_rows(pairs, layout.shards("expert")) * row_bytes
+
+  while part_bytes() > PART_BYTES and tokens % (2 * parts) == 0:
+    parts *= 2
+  return parts
+
+
+def _in_parts(function: Callable[..., tuple[Any, Any]], number: int, carry: Any, *arrays: jax.Array) -> tuple[Any, Any]:
+  """`function` (carry, *parts) -> (carry, results) over `number` parts of the tokens of arrays [B, T, ...].
+
+  Parts and results have the tokens in front, [tokens, ...].
+  """
+  flat = tuple(array.reshape(-1, array.shape[-1]) for array in arrays)
+  if number == 1:
+    return function(carry, *flat)
+  split = tuple(array.reshape(number, -1, array.shape[-1]) for array in flat)
+  carry, results = jax.lax.scan(lambda carry, parts: function(carry, *parts), carry, split)
+  return carry, jax.tree.map(lambda result: result.reshape(-1, *result.shape[2:]), results)
 
 
 class _Axes(NamedTuple):
@@ -181,8 +227,8 @@ def _scatter_gradient(grad: jax.Array, name: str, axes: _Axes, layout: Layout) -
 
 
 def _gather_tokens(array: jax.Array, axes: _Axes) -> jax.Array:
-  """[tokens of this device's group, ...] of [B, T, ...]."""
-  return jax.lax.all_gather(array.reshape(-1, array.shape[-1]), axes.gathered, axis=0, tiled=True)
+  """[tokens of this device's group, ...] of those of this device."""
+  return jax.lax.all_gather(array, axes.gathered, axis=0, tiled=True)
 
 
 def _add_up(part: jax.Array, axes: _Axes) -> jax.Array:

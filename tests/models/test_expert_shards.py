@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sao_jax.config import MeshConfig, ModelConfig
-from sao_jax.models import expert_buffer
+from sao_jax.models import expert_buffer, expert_shards
 from sao_jax.models.moe import moe_feed_forward, set_experts_apart
 from sao_jax.parallel.layout import ONE_DEVICE, AxisRules, Layout
 from sao_jax.parallel.mesh import make_mesh
@@ -28,6 +28,7 @@ MESHES = {
   "data x expert x context": MeshConfig(data=2, fsdp=1, expert=2, context=2),
   "fsdp x expert x tensor": MeshConfig(fsdp=2, expert=2, tensor=2),
 }
+PARTS = {"fsdp": 2, "fsdp x expert x tensor": 8}
 
 
 @functools.cache
@@ -67,6 +68,25 @@ def test_every_axis_and_routing_equals_one_device(monkeypatch, mesh):
     got = value_and_gradients(layout)(sharded, jax.device_put(x, tokens), jax.device_put(replayed, tokens))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, expected)
     np.testing.assert_array_equal(got[0][1][1].computed, np.full((8, 8), 3))  # nothing was dropped
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "fsdp x expert x tensor"])
+def test_tokens_in_parts_equal_one_device(monkeypatch, mesh):
+  """A row has 32 bytes: all of 4 tokens, or those of 2 in a buffer that is shared by two devices, fit into 400."""
+  monkeypatch.setattr(expert_buffer, "FEW_PAIRS", 0)
+  monkeypatch.setattr(expert_shards, "PART_BYTES", 400)
+  params, x = operands()
+  layout = Layout(make_mesh(MESHES[mesh]))
+  own = jnp.zeros((8 // layout.shards("batch"), 8, 8))
+  assert expert_shards.number_of_parts(own, jnp.zeros((*own.shape[:2], 3), jnp.int32), layout) == PARTS[mesh]
+  sharded = {name: jax.device_put(leaf, layout.sharding(*AXES[name])) for name, leaf in params.items()}
+  tokens = layout.sharding("batch", "sequence", None)
+  replayed = routings()["mixed"]
+  expected = value_and_gradients(ONE_DEVICE)(params, x, replayed)
+  run = value_and_gradients.__wrapped__(layout)  # compiled with parts, which the cached ones are not
+  got = run(sharded, jax.device_put(x, tokens), jax.device_put(replayed, tokens))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, expected)
+  np.testing.assert_array_equal(got[0][1][1].computed, np.full((8, 8), 3))
 
 
 def test_gradients_of_bf16_activations_are_added_up_in_fp32():

@@ -15,15 +15,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
+from sao_jax.checkpoints.elsewhere import ElsewhereHandler, ElsewhereRestore, ElsewhereSave
 from sao_jax.checkpoints.host_state import Archives, HostStateHandler, HostStateRestore, HostStateSave, encode
 from sao_jax.checkpoints.readable import StateHandler, StateRestore, StateSave, check_readable_items
 from sao_jax.checkpoints.state_tree import NETWORKS, REST, check_same_leaves, flatten, nest, places, split
 from sao_jax.configuration.paths import check_readable, check_storable, expand, move
 from sao_jax.errors import ConfigError, RunError
 from sao_jax.parallel.agreement import all_processes
+from sao_jax.parallel.process import DataShare
 from sao_jax.types import PyTree
 
 _HOST = "host"
@@ -81,6 +84,8 @@ class Checkpointer:
     every: int = 100,
     share: Callable[[Sequence[Any]], Any] | None = None,
     before: Callable[[], None] = lambda: None,
+    own: DataShare | None = None,
+    elsewhere: bool = False,
   ):
     """Opens `directory`, which is made if need be.
 
@@ -90,18 +95,25 @@ class Checkpointer:
       every: steps between two checkpoints (see `due`).
       share: makes the host state of this process of those that another number of processes has saved; None refuses
         such a checkpoint.
+      own: the share of the host state that this process saves and restores; None: every process has one.
+      elsewhere: True in a process that holds no part of the arrays: states are `jax.ShapeDtypeStruct`s there.
       before: called before a checkpoint is written, to store what must be there once it is complete; its error is that
         of the save.
     """
     self._directory = expand(directory)
     self._keep, self._every, self._share, self._before = keep, every, share, before
     self._processes = all_processes()
+    self._own_share = own or DataShare(self._processes.index, self._processes.count)
+    self._elsewhere = elsewhere
     self._current: int | None = None  # the step that this process saved or restored last
     self._failure: Exception | None = None  # of the last save
     self._failures = 0  # in a row
     self._owned = False  # nothing on disk is changed before the first save
     self._proven = False  # until a checkpoint of this object has been looked at
-    self._manager = _manager(self._directory, keep=keep)
+    self._manager = self._open()
+
+  def _open(self) -> ocp.CheckpointManager:
+    return _manager(self._directory, keep=self._keep, elsewhere=self._elsewhere)
 
   def latest_step(self) -> int | None:
     """Returns the step of the newest complete checkpoint; None without one."""
@@ -153,8 +165,9 @@ class Checkpointer:
     def start() -> None:
       self._before()
       self._take_over(step)
-      items = {name: StateSave(nest(leaves)) for name, leaves in split(state).items() if leaves}
-      self._manager.save(step, args=ocp.args.Composite(**items, **{_HOST: HostStateSave(archive)}), force=True)
+      items = {name: self._save_args(leaves) for name, leaves in split(state).items() if leaves}
+      host = HostStateSave(archive, self._own_share)
+      self._manager.save(step, args=ocp.args.Composite(**items, **{_HOST: host}), force=True)
 
     self._notice_failure(start)
 
@@ -242,11 +255,19 @@ class Checkpointer:
       return False
     return True
 
+  def _save_args(self, leaves: dict[str, Any]) -> ocp.args.CheckpointArgs:
+    """Returns what Orbax is to save of an item: nothing in a process that holds no part of it."""
+    if self._elsewhere:
+      return ElsewhereSave()
+    # Orbax takes an array of one of several processes for a mistake, unless that is one of numpy, of the first process.
+    local = lambda leaf: np.array(leaf) if self._processes.count > 1 and leaf.is_fully_addressable else leaf
+    return StateSave(nest({name: local(leaf) for name, leaf in leaves.items()}))
+
   def _own(self, host_state: Any, where: str) -> Any:
-    """Takes this process's share of a host state that another number of processes has saved; raises a damaged one's."""
+    """Takes this process's share of a host state that was saved in other shares."""
     if not isinstance(host_state, Archives):
       return host_state
-    saved, now = len(host_state.states), self._processes.count
+    saved, now = len(host_state.states), self._own_share.count
     if self._share is None:
       raise ConfigError(
         "--num_processes", f"{where} was saved by {saved} processes, and these are {now}.", f"Start {saved} processes."
@@ -268,15 +289,18 @@ class Checkpointer:
         return self._read(step, older)
       raise error
 
-    items = {name: _restore_args(leaves) for name, leaves in wanted.items() if leaves}
+    arguments = lambda leaves: ElsewhereRestore() if self._elsewhere else _restore_args(leaves)
+    items = {name: arguments(leaves) for name, leaves in wanted.items() if leaves}
+    host = HostStateRestore(self._own_share)
     with self._processes.busy():
-      restored = self._manager.restore(step, args=ocp.args.Composite(**items, **{_HOST: HostStateRestore()}))
+      restored = self._manager.restore(step, args=ocp.args.Composite(**items, **{_HOST: host}))
     check_readable_items(restored)
+    own = self._own(restored[_HOST], where)
+    if self._elsewhere:
+      return Restored(step, abstract_state, own)
     flat = {name: flatten(restored[name]) for name in items}
     leaves = [flat[item][name] for item, name in places(abstract_state)]
-    return Restored(
-      step, jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), self._own(restored[_HOST], where)
-    )
+    return Restored(step, jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), own)
 
   def _notice_failure(self, action: Callable[[], None]) -> None:
     """Does `action`. An error in it is that of the last save: it is logged, and too many in a row are raised."""
@@ -293,7 +317,7 @@ class Checkpointer:
       # The old manager takes the step for saved, and its writers may still be at work: the next save has a new one,
       # which all processes would have to make together.
       if alone:
-        self._manager, self._owned = _manager(self._directory, keep=self._keep), False
+        self._manager, self._owned = self._open(), False
       logging.error("The checkpoint of step %s was not written: %r; %s.", failed, error, self.last_good())
       if self._failures >= MAX_FAILURES or not alone:
         number = f"{self._failures} checkpoints in a row" if self._failures > 1 else "A checkpoint"
@@ -344,7 +368,8 @@ def load_params(
   Args:
     directory: the directory of a `Checkpointer`.
     which: "policy" or "critic".
-    abstract: shapes, dtypes and shardings of the parameters; by default those stored, on the first device.
+    abstract: shapes, dtypes and shardings of the parameters; by default those stored, on the first device. A process
+      without any device of the shardings gets it back.
     step: the step of the checkpoint; by default the newest.
     optional: a name at the top of `abstract` that may be absent from the checkpoint, and then is from the result.
 
@@ -357,7 +382,7 @@ def load_params(
 
   # A damaged checkpoint is reported like a missing one; one of another model has an error of its own.
   if directory.is_dir():
-    with _manager(directory, create=False) as manager:
+    with _manager(directory, create=False, elsewhere=_is_elsewhere(abstract)) as manager:
       steps = [found for found in manager.all_steps() if step in (None, found)]
       try:
         if steps:
@@ -403,18 +428,30 @@ def _read_network(
     abstract = {name: tree for name, tree in abstract.items() if name != optional}
   leaves = stored if abstract is None else flatten(abstract)
   check_same_leaves(stored, leaves, which, where, same_dtype=False)
+  arguments = ElsewhereRestore() if _is_elsewhere(abstract) else _restore_args(leaves)
   with all_processes().busy():
-    restored = manager.restore(step, args=ocp.args.Composite(**{which: _restore_args(leaves)}))[which]
+    restored = manager.restore(step, args=ocp.args.Composite(**{which: arguments}))[which]
   check_readable_items({which: restored})
   if abstract is None:
     return restored
+  if _is_elsewhere(abstract):
+    return abstract
   flat = flatten(restored)
   return jax.tree.unflatten(jax.tree.structure(abstract), [flat[name] for name in leaves])
 
 
-def _manager(directory: pathlib.Path, *, keep: int | None = None, create: bool = True) -> ocp.CheckpointManager:
+def _is_elsewhere(abstract: PyTree | None) -> bool:
+  """Tells if no part of the arrays is to be on a device of this process."""
+  shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(abstract)]
+  return bool(shardings) and all(each is not None and not each.addressable_devices for each in shardings)
+
+
+def _manager(
+  directory: pathlib.Path, *, keep: int | None = None, create: bool = True, elsewhere: bool = False
+) -> ocp.CheckpointManager:
   options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=create)
-  handlers = {name: StateHandler() for name in (*NETWORKS, REST)}
+  handler = ElsewhereHandler if elsewhere else StateHandler
+  handlers = {name: handler() for name in (*NETWORKS, REST)}
   return ocp.CheckpointManager(directory, options=options, item_handlers=handlers | {_HOST: HostStateHandler()})
 
 

@@ -1,7 +1,7 @@
 """Host state in a checkpoint: nested dicts and lists of plain values and numpy arrays, stored without pickle.
 
-Each process writes one npz archive: the arrays, and a JSON document in which {"__array__": name} marks their places.
-Where another number of processes reads them, each gets all archives, as `Archives`, to take its share.
+Each process that samples writes one npz archive: the arrays, and a JSON document in which {"__array__": name} marks
+their places. Where another number of them reads them, each gets all archives, as `Archives`, to take its share.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
 from sao_jax.checkpoints.readable import Unreadable
+from sao_jax.parallel.process import DataShare
 
 _ARRAY = "__array__"
 _DICT = "__dict__"  # a dict with one of these two keys, as a list of its items
@@ -87,10 +88,10 @@ def _decode(value: Any, arrays: Any) -> Any:
 
 
 class Archives(NamedTuple):
-  """The host states of a checkpoint that another number of processes has saved.
+  """The host states of a checkpoint that was saved with another number of shares.
 
   Attributes:
-    states: those of all processes, in order.
+    states: those of all shares, in order.
   """
 
   states: list[Any]
@@ -103,44 +104,61 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
     """Writes the archive in the background."""
 
     async def write() -> None:
-      _path(directory).write_bytes(args.archive)
+      self._write(directory, args)
 
     return [future.CommitFutureAwaitingContractedSignals(write(), name="host_state")]
 
   def save(self, directory: pathlib.Path, args: HostStateSave) -> None:
     """Writes the archive before it returns."""
-    _path(directory).write_bytes(args.archive)
+    self._write(directory, args)
 
   def restore(self, directory: pathlib.Path, args: HostStateRestore | None = None) -> Any:
-    """Reads the archive of this process; those of all, see `Archives`, if another number of processes has saved.
+    """Reads the archive of this process's share; all of them, see `Archives`, if there were more or fewer shares.
 
-    Returns `Unreadable` instead of raising an error.
+    A process without a share reads the first one. Returns `Unreadable` instead of raising an error.
     """
+    share = args.share if args is not None and args.share is not None else _of_all()
     try:
-      return self._read(directory)
+      return self._read(directory, share)
     except (OSError, ValueError) as error:
       return Unreadable(error)
 
-  def _read(self, directory: pathlib.Path) -> Any:
+  def _write(self, directory: pathlib.Path, args: HostStateSave) -> None:
+    share = args.share or _of_all()
+    if share.brings:
+      _path(directory, share.index).write_bytes(args.archive)
+
+  def _read(self, directory: pathlib.Path, share: DataShare) -> Any:
     saved = sorted(directory.glob("process_*.npz"), key=lambda path: int(path.stem.rpartition("_")[2]))
-    if saved and len(saved) != jax.process_count():
+    if saved and len(saved) != share.count:
       return Archives([decode(path.read_bytes()) for path in saved])
-    return decode(_path(directory).read_bytes())
+    return decode(_path(directory, share.index or 0).read_bytes())
 
 
-def _path(directory: pathlib.Path) -> pathlib.Path:
-  return directory / f"process_{jax.process_index()}.npz"
+def _of_all() -> DataShare:
+  """Every process has a share."""
+  return DataShare(jax.process_index(), jax.process_count())
+
+
+def _path(directory: pathlib.Path, index: int) -> pathlib.Path:
+  return directory / f"process_{index}.npz"
 
 
 @ocp.args.register_with_handler(HostStateHandler, for_save=True)
 @dataclasses.dataclass
 class HostStateSave(ocp.args.CheckpointArgs):
-  """The archive to save, which `encode` made before the host goes on to change its state."""
+  """The archive to save, which `encode` made before the host goes on to change its state.
+
+  A process without a share saves none; without `share` every process has one.
+  """
 
   archive: bytes
+  share: DataShare | None = None
 
 
 @ocp.args.register_with_handler(HostStateHandler, for_restore=True)
 @dataclasses.dataclass
 class HostStateRestore(ocp.args.CheckpointArgs):
-  """The arguments of restoring: none."""
+  """The share to read; None: every process has one."""
+
+  share: DataShare | None = None

@@ -68,6 +68,11 @@ class Layout:
     return self.mesh is not None and self.mesh.size > 1
 
   @property
+  def is_here(self) -> bool:
+    """Has this process any of the devices? Without, it can run none of their programs."""
+    return self.mesh is None or any(each.process_index == jax.process_index() for each in self.mesh.devices.flat)
+
+  @property
   def platform(self) -> str:
     """The platform that programs are compiled for ("cpu", "tpu", ...): that of the mesh, else of jax's default device.
 

@@ -43,6 +43,31 @@ class Joining(NamedTuple):
   process_id: int
 
 
+class DataShare(NamedTuple):
+  """The share of a run's data (prompts, trajectories, host state) that a process brings: that of its sampler.
+
+  Attributes:
+    index: of the share, from 0 on; None for a process that brings none, since it only learns.
+    count: all shares.
+  """
+
+  index: int | None = 0
+  count: int = 1
+
+  @property
+  def brings(self) -> bool:
+    """True if this process has a share."""
+    return self.index is not None
+
+  @property
+  def first(self) -> bool:
+    """True for one of the processes that bring a share, for what one of them does."""
+    return self.index == 0
+
+
+WHOLE = DataShare()
+
+
 def joining(
   coordinator: str | None = None,
   num_processes: int | str | None = None,
@@ -159,16 +184,6 @@ def leave_processes(seconds: float = LEAVE_SECONDS) -> None:
   leaving = threading.Thread(target=leave, name="leaving", daemon=True)
   leaving.start()
   leaving.join(seconds)
-
-
-def data_process_index() -> int:
-  """The share of the prompts that this process reads: every process has its own sampler, and rolls out its own."""
-  return jax.process_index()
-
-
-def data_process_count() -> int:
-  """The number of shares that the prompts, and every batch, are split into."""
-  return jax.process_count()
 
 
 def _bind_address(coordinator: str) -> str | None:

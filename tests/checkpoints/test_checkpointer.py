@@ -255,7 +255,7 @@ def full_disk(monkeypatch):
   @contextlib.contextmanager
   def full():
     with monkeypatch.context() as patch:
-      patch.setattr(host_state, "_path", lambda directory: FullDisk())
+      patch.setattr(host_state, "_path", lambda directory, index: FullDisk())
       yield
 
   return full

@@ -13,7 +13,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.layout import ONE_DEVICE, AxisRules, Layout
 from sao_jax.parallel.mesh import AXES, check_mesh_divides_model, make_mesh
-from sao_jax.parallel.process import data_process_count, data_process_index, initialize_processes
+from sao_jax.parallel.process import WHOLE, initialize_processes
 from sao_jax.parallel.publish import make_publish
 
 
@@ -122,4 +122,4 @@ def test_publish_casts_floating_leaves_only():
 def test_one_host_needs_no_start_up():
   initialize_processes()
   assert not jax.distributed.is_initialized()
-  assert (data_process_index(), data_process_count()) == (0, 1)
+  assert WHOLE.brings and tuple(WHOLE) == (0, 1)

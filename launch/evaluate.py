@@ -35,7 +35,7 @@ def main(config: RunConfig, workdir: str) -> None:
     policy = phases.latest_policy(config, learner, located(workdir), _PHASE.value)
     version, phase = policy.version, policy.phase
     weights = sampler_side.make_publisher(learner)(policy.params)
-    share = heldout.evaluate(config, weights, version, stop, share=(processes.index, processes.count))
+    share = heldout.evaluate(config, weights, version, stop, share=learner.share)
     result = heldout.merged(config, processes, share)
 
   logging.info("%s, version %d: held-out success %s", phase, version, result)

@@ -230,7 +230,7 @@ class RolloutConfig:
   record: bool = False  # keep what every train step consumed, for launch.replay; deterministic runs always do
   placement: Literal["shared", "split"] = "shared"  # sampler and learner: on the same devices, or on two sets
   sampler_devices: NonNegativeInt = 0  # split only: how many devices of every host sample
-  sampler_hosts: NonNegativeInt = 0  # split only: how many of several hosts sample, the last ones, instead
+  sampler_hosts: NonNegativeInt = 0  # split only: how many of several hosts sample, the last ones; the others learn
   hosts_per_sampler: PositiveInt = 1  # hosts that hold one copy of the policy together
 
 

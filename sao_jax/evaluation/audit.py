@@ -62,7 +62,7 @@ class Audit(NamedTuple):
 def audit_sampler(
   config: RunConfig,
   learner: Learner,
-  service: SamplerService,
+  service: SamplerService | None,
   params: PyTree,
   interrupt: StopSignal | None = None,
 ) -> Audit:
@@ -74,7 +74,7 @@ def audit_sampler(
   Args:
     config: the run's configuration.
     learner: its static half.
-    service: a started sampler that holds the published copy of `params`.
+    service: a started sampler that holds the published copy of `params`; None in a process that only learns.
     params: the learner's policy parameters.
     interrupt: ends it when the process is asked to stop.
 
@@ -83,20 +83,22 @@ def audit_sampler(
     SamplerMismatch: they disagree.
   """
   # At most a batch, which is what the rows are sure to hold.
-  processes = learner.processes
-  count = min(AUDITED_EPISODES, config.sampler.num_slots, config.rollout.batch_size // processes.count)
-  prompts = _prompts(config, count * processes.count)[processes.index :: processes.count]
-  try:
-    trajectories, failures = run_episodes(
-      config, service, prompts, temperature=config.sampler.temperature, interrupt=interrupt
-    )
-  except Interrupted:
-    if processes.count == 1:
-      raise
-    trajectories, failures = None, []
+  processes, share = learner.processes, learner.share
+  trajectories, failures = [], []
+  if share.brings:
+    count = min(AUDITED_EPISODES, config.sampler.num_slots, config.rollout.batch_size // share.count)
+    prompts = _prompts(config, count * share.count)[share.index :: share.count]
+    try:
+      trajectories, failures = run_episodes(
+        config, service, prompts, temperature=config.sampler.temperature, interrupt=interrupt
+      )
+    except Interrupted:
+      if processes.count == 1:
+        raise
+      trajectories = None
 
-  # What there is; every process has a sampler of its own, and one learner is compared with all of them.
-  batch = agreed_batch(learner, trajectories)
+  # What there is; every sampler is compared with the one learner.
+  batch = agreed_batch(learner, trajectories, lambda: interrupt is not None and interrupt.requested)
   if batch is None:
     raise Interrupted
   if not processes.any("audited tokens", any(trajectory.num_sampled for trajectory in trajectories)):
@@ -108,12 +110,14 @@ def audit_sampler(
     return map_micro_batches(lambda part: learner.policy.apply(params, part), rows, parts)
 
   replicated = learner.layout.sharding() if processes.count > 1 else None
-  worst = compare(apply, params, rows, config.training.audit_tolerance, replicated)
+  worst = compare(apply, params, rows, config.training.audit_tolerance, replicated) if learner.learns else None
+  if learner.devices.apart:
+    worst = processes.first("the audit", worst)
   return Audit(worst, len(trajectories), failures)
 
 
 def audit_at_start(
-  config: RunConfig, learner: Learner, service: SamplerService, params: PyTree, interrupt: StopSignal
+  config: RunConfig, learner: Learner, service: SamplerService | None, params: PyTree, interrupt: StopSignal
 ) -> None:
   """Refuses to train when sampler and learner disagree at lag 0; says nothing when it was interrupted.
 

@@ -14,6 +14,7 @@ from sao_jax.evaluation.fixed_policy import read_prompts, run_episodes
 from sao_jax.interrupt import StopSignal
 from sao_jax.learner.sampler_side import make_service
 from sao_jax.parallel.agreement import Processes
+from sao_jax.parallel.process import WHOLE, DataShare
 from sao_jax.report.success_rate import Success, success
 from sao_jax.sampler.fixed_weights import FixedSampler
 from sao_jax.sampler.service import SamplerService
@@ -67,7 +68,7 @@ def evaluate(
   interrupt: StopSignal | None = None,
   *,
   service: SamplerService | None = None,
-  share: tuple[int, int] = (0, 1),
+  share: DataShare = WHOLE,
 ) -> Evaluation:
   """Runs `evaluation.prompts` held-out prompts, or all there are, with fixed weights.
 
@@ -77,7 +78,8 @@ def evaluate(
     version: their policy version.
     interrupt: ends it when the process is asked to stop.
     service: a started sampler whose slots it shares, with these weights whatever is published; None: one of its own.
-    share: (index of this process, number of processes), which divide the prompts; see `merged`.
+    share: of the prompts, which the processes that sample divide; of one without a share nothing is wanted. See
+      `merged`.
 
   Raises:
     Interrupted: the process was asked to stop.
@@ -88,6 +90,8 @@ def evaluate(
   """
   # Each held-out prompt is used once: a repeated one would narrow the interval without telling anything new.
   settings = config.evaluation
+  if not share.brings:
+    return Evaluation(success(0, 0, settings.confidence), float("nan"), float("nan"), 0, version, [])
   source = config.environment.prompts(config.environment.tokenizer(), "heldout", settings.seed)
   if len(source) < settings.prompts:
     logging.warning(

@@ -12,6 +12,7 @@ from sao_jax.config import RunConfig
 from sao_jax.evaluation.heldout import Evaluation, evaluate, merged
 from sao_jax.interrupt import POLL, Interrupted, StopSignal
 from sao_jax.parallel.agreement import ALONE, Processes
+from sao_jax.parallel.process import WHOLE, DataShare
 from sao_jax.sampler.service import SamplerService
 from sao_jax.types import PyTree
 
@@ -42,6 +43,7 @@ class PinnedEvaluation:
     service: SamplerService | None = None,
     report: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
     processes: Processes = ALONE,
+    share: DataShare = WHOLE,
   ):
     """Args:
     config: the run's configuration.
@@ -49,12 +51,13 @@ class PinnedEvaluation:
     last_version: that of the phase's end, 0 for none.
     service: the rollouts' sampler, for `evaluation.sampler="shared"`.
     report: called with the step and the result of each evaluation.
-    processes: those that divide the prompts; each evaluates its share, and all get the result of all.
+    processes: all of them get the result of all.
+    share: of the prompts, that this process evaluates.
     """
     self.version: int | None = None
     self.last: Evaluation | None = None
     self._config, self._interrupt, self._given_up = config, interrupt, False
-    self._last_version, self._report, self._processes = last_version, report, processes
+    self._last_version, self._report, self._processes, self._share = last_version, report, processes, share
     self._service = service if config.evaluation.sampler == "shared" else None
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation")
     self._step = 0
@@ -117,7 +120,7 @@ class PinnedEvaluation:
     self.version, self._step = version, step
     options = {} if self._service is None else {"service": self._service}
     if self._processes.count > 1:
-      options["share"] = self._processes.index, self._processes.count
+      options["share"] = self._share
     self._result = self._thread.submit(evaluate, self._config, params, version, self, **options)
 
   def check(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
   Attributes:
     trajectories: those of this process, in the order given.
-    rows: the packed rows of all processes, sharded over the mesh.
+    rows: the packed rows of all processes, sharded over the mesh; abstract in a process that does not learn.
   """
 
   trajectories: list[Trajectory]
@@ -46,12 +46,20 @@ def packed_batch(learner: Learner, trajectories: Sequence[Trajectory]) -> Batch:
   return agreed_batch(learner, trajectories)
 
 
-def agreed_batch(learner: Learner, trajectories: Sequence[Trajectory] | None) -> Batch | None:
-  """Like `packed_batch`; None for all processes if one of them has no trajectories, since it was asked to stop."""
-  rows = _packed_rows(learner, trajectories)
+def agreed_batch(
+  learner: Learner, trajectories: Sequence[Trajectory] | None, look: Callable[[], object] = lambda: None
+) -> Batch | None:
+  """Like `packed_batch`; None for all processes if one of them has no trajectories, since it was asked to stop.
+
+  Args:
+    learner: packs batches, and holds the run's configuration.
+    trajectories: those of this process; () in one that only learns, None in one that was asked to stop.
+    look: called now and then while others are waited for; may raise.
+  """
+  rows = _packed_rows(learner, trajectories, look)
   if rows is None:
     return None
-  return Batch(list(trajectories), shard_batch(rows, learner.layout, learner.processes.count))
+  return Batch(list(trajectories), shard_batch(rows, learner.layout, learner.devices.sources))
 
 
 def required_experts(config: RunConfig) -> RequiredExperts | None:
@@ -75,32 +83,45 @@ def abstract_rows(learner: Learner) -> Iterator[TrajectoryBatch]:
       )
 
 
-def _packed_rows(learner: Learner, trajectories: Sequence[Trajectory] | None) -> TrajectoryBatch | None:
-  """Returns the rows of this process, in the shape that all agree on; None if one of them has no trajectories."""
-  rollout, processes = learner.config.rollout, learner.processes
+def _packed_rows(
+  learner: Learner, trajectories: Sequence[Trajectory] | None, look: Callable[[], object] = lambda: None
+) -> TrajectoryBatch | None:
+  """Returns the rows of this process, in the shape that all agree on; None if one of them has no trajectories.
+
+  A process that brings none has rows of padding.
+  """
+  rollout, processes, own = learner.config.rollout, learner.processes, learner.share
   if processes.count == 1:
     alone = learner, trajectories, rollout.row_lengths, rollout.row_counts
     return None if trajectories is None else _packed_alone(*alone)
   check_row_counts(rollout.row_counts, rows_multiple(learner))
-  counts = [count // processes.count for count in rollout.row_counts]
+  counts = [count // own.count for count in rollout.row_counts]
 
   # The longest rows that any process needs, then the most rows: shorter ones are planned anew for the others.
   ordered = in_order(trajectories or ())
   plan = plan_rows(ordered, rollout.row_lengths, counts)
-  wanted = processes.gather("the rows of a batch", None if trajectories is None else [*plan.shape, plan.cuts])
-  if None in wanted:
+  needs = lambda plan: [*plan.shape, plan.cuts] if own.brings else []
+  answers = processes.gather("the rows of a batch", None if trajectories is None else needs(plan), look)
+  if None in answers:
     return None
+  wanted = list(filter(None, answers))
   length = max(length for _, length, _ in wanted)
   if any(each != length for _, each, _ in wanted):
     plan = plan_rows(ordered, (length,), counts)
-    wanted = processes.gather("the number of rows", [*plan.shape, plan.cuts])
+    wanted = list(filter(None, processes.gather("the number of rows", needs(plan))))
 
   # One shape for all, with a table of pieces if anybody has some.
   shape = (max(count for count, _, _ in wanted), length)
   rows = _laid_out(learner, ordered, RowPlan(shape, plan.rows), pieces=any(cuts for _, _, cuts in wanted))
-  whole = (shape[0] * processes.count, length)
-  share = share_of_rows(sharding_of(np.empty(whole, np.bool_), learner.layout), whole, processes.index)
-  return _numbered_globally(rows, processes.index if share is None else share, rollout.batch_size)
+  if not own.brings:
+    return rows
+
+  # Rows that stay where they were made are the share of the batch that lies there; others come in order.
+  whole = (shape[0] * own.count, length)
+  share = None
+  if not learner.devices.apart:
+    share = share_of_rows(sharding_of(np.empty(whole, np.bool_), learner.layout), whole, processes.index)
+  return _numbered_globally(rows, own.index if share is None else share, rollout.batch_size)
 
 
 def _packed_alone(

@@ -24,7 +24,7 @@ class CompiledSteps:
 
   Compiles in the background, several programs at a time, while the run starts up; a step waits for its own program.
   Those for more rows than are configured, and for trajectories in several rows, are compiled when the first such batch
-  comes.
+  comes. A process that does not learn compiles nothing, and waits with the others.
   """
 
   def __init__(self, learner: Learner, update_policy: Collection[bool]):
@@ -34,7 +34,7 @@ class CompiledSteps:
       learner: the step is made from it.
       update_policy: the kinds of steps that the run needs: True for full ones, False for critic-only ones.
     """
-    state = abstract_state(learner)
+    state, self._learns = abstract_state(learner), learner.learns
 
     def compile_step(kind: bool, rows: TrajectoryBatch) -> Any:
       return make_step(learner, update_policy=kind, rows=rows.token_ids.shape[0]).lower(state, rows).compile()
@@ -42,7 +42,7 @@ class CompiledSteps:
     self._threads = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compilation")
     self._waits, self._kinds, self._compile = 0, frozenset(update_policy), compile_step
     self._processes, self._compiled_everywhere = learner.processes, set()
-    shapes = list(abstract_rows(learner))
+    shapes = list(abstract_rows(learner)) if self._learns else []
     self._programs = {
       _key(kind, rows): self._threads.submit(compile_step, kind, rows)
       for kind in sorted(self._kinds)  # those needed first
@@ -70,12 +70,18 @@ class CompiledSteps:
       False for all processes when one was asked to stop meanwhile.
     """
     self._waits += 1
-    own, key = self._program(update_policy, rows), (_key(update_policy, rows), self._waits > COMPILING_STEPS)
+    own = [self._program(update_policy, rows)] if self._learns else []
+    key = (_key(update_policy, rows), self._waits > COMPILING_STEPS)
     if key in self._compiled_everywhere:
       return True
-    wanted = [own] if self._waits <= COMPILING_STEPS else list(self._programs.values())
+    wanted = own if self._waits <= COMPILING_STEPS else list(self._programs.values())
     stopped = self._wait_for(wanted, interrupt, look)
-    if self._processes.any("a stop while train steps compile", stopped):
+
+    def look_here() -> None:
+      look()
+      _ = interrupt.requested  # tells the others of a stop that this process was asked for
+
+    if self._processes.any("a stop while train steps compile", stopped, look_here):
       return False
     self._compiled_everywhere.add(key)
     return True
@@ -95,11 +101,13 @@ class CompiledSteps:
   def __call__(
     self, state: TrainState, rows: TrajectoryBatch, *, update_policy: bool
   ) -> tuple[TrainState, dict[str, Any]]:
-    """Runs one train step; `state` is donated.
+    """Runs one train step; `state` is donated. Without a part in it, state and no metrics are returned.
 
     Raises:
       KeyError: a kind of step that the run does not need.
     """
+    if not self._learns:
+      return state, {}
     return self._program(update_policy, rows).result()(state, rows)
 
   def _program(self, kind: bool, rows: TrajectoryBatch) -> concurrent.futures.Future:

@@ -120,15 +120,16 @@ def unpack(batch: TrajectoryBatch) -> Iterator[dict[str, np.ndarray]]:
     yield {name: np.concatenate([part[name] for part in parts]) for name in fields}
 
 
-def shard_batch(batch: TrajectoryBatch, layout: Layout, num_processes: int = 1) -> TrajectoryBatch:
+def shard_batch(batch: TrajectoryBatch, layout: Layout, sources: Sequence[int] | None = None) -> TrajectoryBatch:
   """Puts this process's rows on the mesh; the result is the global batch, rows over the batch axes of the mesh.
 
   Args:
-    batch: numpy arrays [B / num_processes, T], of the same shape in every process.
+    batch: numpy arrays [B / len(sources), T], of the same shape in every process.
     layout: the learner's mesh, and where "batch" and "sequence" live on it.
-    num_processes: that bring rows.
+    sources: the processes that bring rows; None: this one alone.
   """
-  return feed(batch, lambda array: sharding_of(array, layout), num_processes)
+  sources = (jax.process_index(),) if sources is None else sources
+  return feed(batch, lambda array: sharding_of(array, layout), sources)
 
 
 def sharding_of(array: Any, layout: Layout) -> jax.sharding.NamedSharding:

@@ -15,6 +15,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh, torus_of
 from sao_jax.parallel.params import Specs
+from sao_jax.parallel.process import DataShare
 from sao_jax.sampler.buckets import check_slots
 
 
@@ -48,6 +49,26 @@ class Devices:
     """True if this process has a part in a sampler."""
     return bool(self.sampler)
 
+  @property
+  def apart(self) -> bool:
+    """True if some processes only sample, and others learn."""
+    return bool({device.process_index for group in self.groups for device in group} - self._learning)
+
+  @property
+  def sources(self) -> tuple[int, ...]:
+    """The processes that bring data, one for each sampler: the first of its group."""
+    return tuple(group[0].process_index for group in self.groups)
+
+  @property
+  def share(self) -> DataShare:
+    """The share of the data that this process brings."""
+    index = self.sources.index(self.process) if self.process in self.sources else None
+    return DataShare(index, len(self.sources))
+
+  @property
+  def _learning(self) -> set[int]:
+    return {device.process_index for device in self.learner}
+
 
 def local_devices() -> tuple[Any, ...]:
   """Returns the devices of this process."""
@@ -68,16 +89,11 @@ def place(config: RunConfig) -> Devices:
   """Applies `rollout.placement` to the devices of the run.
 
   Raises:
-    ConfigError: as `divide`, and for hosts set apart or joined: in a run every process learns, and samples by itself.
+    ConfigError: as `divide`, and for samplers of several hosts, which a run cannot have yet.
   """
-  rollout, several = config.rollout, jax.process_count() > 1
-  for field, used in (
-    ("sampler_hosts", rollout.sampler_hosts > 0),
-    ("hosts_per_sampler", rollout.hosts_per_sampler > 1),
-  ):
-    if used and several:
-      problem = "in a run of several processes each learns, and samples by itself; hosts cannot be set apart or joined."
-      raise ConfigError(f"rollout.{field}", problem, "Leave it at its default.")
+  if config.rollout.hosts_per_sampler > 1 and jax.process_count() > 1:
+    problem = "in a run of several processes each samples by itself; hosts cannot be joined to one sampler."
+    raise ConfigError("rollout.hosts_per_sampler", problem, "Leave it at its default.")
   return divide(config, [device for host in devices_by_process() for device in host], jax.process_index())
 
 

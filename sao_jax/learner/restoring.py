@@ -25,6 +25,8 @@ def restore_state(checkpointer: Checkpointer, abstract: PyTree) -> Restored | No
   restored = checkpointer.restore(abstract, older=None if jax.tree.structure(older) == structure else older)
   if restored is None or jax.tree.structure(restored.state) == structure:
     return restored
+  if not any(leaf.sharding.addressable_devices for leaf in jax.tree.leaves(abstract)):
+    return restored._replace(state=abstract)  # of a process that does not learn
 
   logging.warning(
     "The checkpoint of step %d was saved without fp32 masters, by an older version: they begin as its parameters are.",

@@ -12,8 +12,8 @@ from sao_jax.learner.setup import Learner
 from sao_jax.models.lora import merge_lora
 from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.mesh import make_mesh
-from sao_jax.parallel.params import Specs
-from sao_jax.parallel.publish import make_publish
+from sao_jax.parallel.params import Specs, abstract_params
+from sao_jax.parallel.publish import cast_copy, make_publish
 from sao_jax.sampler.engine import Engine
 from sao_jax.sampler.scheduler import Scheduler
 from sao_jax.sampler.service import SamplerService
@@ -24,15 +24,15 @@ def make_publisher(learner: Learner) -> Callable[[PyTree], PyTree]:
   """Returns `publish(params)`: the sampler's own copy of the policy on its devices, never aliasing the training tree.
 
   LoRA's factors are merged into the matrices that they adapt. With several processes all call it together, and each
-  gets the copy of its own sampler.
+  gets the copy of its own sampler, {} without one; the parameters of one that does not learn are abstract.
   """
-  devices = place(learner.config).sampler
-  sampler_mesh = make_sampler_mesh(learner.config, devices)
   specs = {name: spec for name, spec in learner.policy.specs.items() if name != "lora"}
   dtypes = jax.tree.map(lambda spec: spec.compute_dtype or learner.config.model.dtype, specs)
   if learner.processes.count > 1:
     return _make_joined_publisher(learner, specs, dtypes)
 
+  devices = learner.devices.sampler
+  sampler_mesh = make_sampler_mesh(learner.config, devices)
   if sampler_mesh is None:
     target = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(devices[0]), specs)
   else:
@@ -42,16 +42,22 @@ def make_publisher(learner: Learner) -> Callable[[PyTree], PyTree]:
 
 def _make_joined_publisher(learner: Learner, specs: Specs, dtypes: PyTree) -> Callable[[PyTree], PyTree]:
   """The publisher of several processes: every sampler's devices are a mesh, also a single one."""
-  config, placed = learner.config, place(learner.config)
+  config, placed = learner.config, learner.devices
   groups = [make_sampler_mesh(config, group) or make_mesh(MeshConfig(), group) for group in placed.groups]
   target = Layout(groups[0], SAMPLER_RULES).param_shardings(specs)
   split = learner.layout.param_shardings(specs)
-  publish = make_publish(target, dtypes, prepare=merge_lora, groups=groups, split=split)
-  if len(placed.sampler) > 1:
-    return publish
+  shapes = jax.eval_shape(cast_copy(dtypes), abstract_params(specs))
+  publish_copy = make_publish(target, dtypes, prepare=merge_lora, groups=groups, split=split, shapes=shapes)
 
-  # An engine on a single device has no mesh.
-  return lambda params: jax.tree.map(lambda leaf: leaf.addressable_data(0), publish(params))
+  def publish(params: PyTree) -> PyTree:
+    copy = publish_copy(params if learner.learns else None)
+    if copy is None:
+      return {}
+    # An engine on a single device has no mesh.
+    alone = len(placed.sampler) == 1
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), copy) if alone else copy
+
+  return publish
 
 
 def make_service(

@@ -17,16 +17,17 @@ from sao_jax.algorithm.train_step import TrainStep, init_train_state, make_train
 from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import RolloutConfig, RunConfig
 from sao_jax.errors import ConfigError
-from sao_jax.learner.placement import check_sampler_mesh, place
+from sao_jax.learner.placement import Devices, check_sampler_mesh, place
 from sao_jax.models.critic import critic_specs, frozen_critic_paths, make_critic_apply
 from sao_jax.models.lora import lora_specs
 from sao_jax.models.policy import make_policy_apply
 from sao_jax.models.router import update_router_bias
 from sao_jax.models.transformer import fixed_paths, param_specs
-from sao_jax.parallel.agreement import ALONE, Processes, all_processes
+from sao_jax.parallel.agreement import Processes, all_processes
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
 from sao_jax.parallel.params import abstract_params, init_params, path_name, path_names
+from sao_jax.parallel.process import DataShare
 from sao_jax.types import NetworkState, PolicyOutputs, PyTree, TrainState
 
 
@@ -39,19 +40,31 @@ class Learner:
     layout: the learner's mesh, and where arrays live on it.
     policy: the policy network.
     critic: the value network; None where `algorithm.advantage` needs none.
-    processes: those that train together.
+    processes: those that run together.
+    devices: those that learn and those that sample.
   """
 
   config: RunConfig
   layout: Layout
   policy: Network
   critic: Network | None
-  processes: Processes = ALONE
+  processes: Processes
+  devices: Devices
 
   @property
   def mesh(self) -> Mesh:
     """The devices that learn."""
     return self.layout.mesh
+
+  @property
+  def learns(self) -> bool:
+    """True if this process has devices that learn; without, states are abstract here."""
+    return self.layout.is_here
+
+  @property
+  def share(self) -> DataShare:
+    """The share of the data that this process brings."""
+    return self.devices.share
 
 
 def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, freeze: bool = True) -> Learner:
@@ -71,25 +84,25 @@ def make_learner(config: RunConfig, devices: tuple[Any, ...] | None = None, *, f
   >>> "dense_layers/attention/k" in learner.critic.frozen, "dense_layers/attention/k" in learner.policy.frozen
   (True, False)
   """
-  processes = all_processes()
-  check_shares(config, processes.count)
-  layout = Layout(make_mesh(config.mesh, devices or place(config).learner))
+  placed = place(config)
+  check_shares(config, placed.share.count)
+  layout = Layout(make_mesh(config.mesh, devices or placed.learner))
   policy = make_policy(config, layout)
   critic = make_critic(config, layout, freeze=freeze) if config.algorithm.needs_critic else None
   for network in filter(None, (policy, critic)):
     check_mesh_divides_model(layout, network.specs)
   check_sampler_mesh(config, {name: spec for name, spec in policy.specs.items() if name != "lora"})
-  return Learner(config, layout, policy, critic, processes)
+  return Learner(config, layout, policy, critic, all_processes(), placed)
 
 
 def check_shares(config: RunConfig, num_processes: int) -> None:
-  """Refuses batches of which not every process can bring the same share.
+  """Refuses batches of which not every process that samples can bring the same share.
 
   Raises:
     ConfigError: naming the field.
   """
   group = config.rollout.group_size
-  # The numbers that count what all processes bring together, and the parts that each must divide into.
+  # The numbers that count what all samplers bring together, and the parts that each must divide into.
   shares = [("rollout.batch_size", config.rollout.batch_size, num_processes * group)]
   shares += [("rollout.row_counts", count, num_processes) for count in config.rollout.row_counts]
   if hasattr(config.environment, "demonstration"):
@@ -98,12 +111,12 @@ def check_shares(config: RunConfig, num_processes: int) -> None:
   for field, number, parts in shares:
     if number % parts:
       groups = f" with groups of {group}" if parts > num_processes else ""
-      problem = f"{number}, which is of all processes together, does not divide over {num_processes}{groups}."
+      problem = f"{number}, which is of all samplers together, does not divide over {num_processes}{groups}."
       raise ConfigError(field, problem, f"Make it a multiple of {parts}.")
 
 
 def share_of_batch(config: RunConfig, num_processes: int) -> RolloutConfig:
-  """Returns the rollout configuration of one process, which brings its share of every batch."""
+  """Returns the rollout configuration of one of the processes that sample, which brings its share of every batch."""
   rollout = config.rollout
   return dataclasses.replace(rollout, batch_size=rollout.batch_size // num_processes)
 
@@ -171,7 +184,9 @@ def micro_batches(learner: Learner, rows: int) -> int:
 
 
 def init_sharded(specs: PyTree, layout: Layout, seed: int) -> PyTree:
-  """Creates initial parameters on the mesh."""
+  """Creates initial parameters on the mesh; abstract ones in a process that has no part in it."""
+  if not layout.is_here:
+    return sharded_specs(specs, layout)
   shardings = layout.param_shardings(specs)
   return jax.jit(lambda key: init_params(specs, key), out_shardings=shardings)(jax.random.key(seed))
 
@@ -218,14 +233,24 @@ def abstract_state(learner: Learner) -> TrainState:
 
 
 def make_state(learner: Learner, policy_params: PyTree, critic_params: PyTree | None) -> TrainState:
-  """Makes the train state at version 0 with fresh optimisers, sharded on the mesh; it owns all its buffers."""
+  """Makes the train state at version 0 with fresh optimisers, sharded on the mesh; it owns all its buffers.
+
+  It is abstract in a process that does not learn.
+  """
+  if not learner.learns:
+    return abstract_state(learner)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(learner))
   start = functools.partial(init_train_state, learner.policy, learner.critic)
   return jax.jit(start, out_shardings=shardings)(policy_params, critic_params)
 
 
 def make_network_state(network: Network, layout: Layout, params: PyTree) -> NetworkState:
-  """Makes the state of one network with a fresh optimiser, sharded on the mesh; it owns all its buffers."""
+  """Makes the state of one network with a fresh optimiser, sharded on the mesh; it owns all its buffers.
+
+  It is abstract in a process that has no part in the mesh.
+  """
+  if not layout.is_here:
+    return abstract_network(network, layout)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_network(network, layout))
   return jax.jit(network.start, out_shardings=shardings)(params)
 

@@ -96,8 +96,10 @@ class Processes:
 
   # Decisions: all processes make the same ones, in the same order.
 
-  def gather(self, name: str, value: Any) -> list[Any]:
+  def gather(self, name: str, value: Any, look: Callable[[], object] = lambda: None) -> list[Any]:
     """Returns the values of all processes, in order, to all of them. Values are JSON, of a few kilobytes at most.
+
+    `look` is called now and then while others are waited for; it may raise.
 
     Raises:
       Disagreement: another process decides something else.
@@ -107,7 +109,8 @@ class Processes:
       return [value]
     self._number += 1
     here = f"{_ROOT}/{self._number}"
-    entries = self._exchange(here, {"name": name, "value": value}, self._wait)
+    wait = functools.partial(self._wait, look=look)
+    entries = self._exchange(here, {"name": name, "value": value}, wait)
     names = [entry["name"] for entry in entries]
     if len(set(names)) > 1:
       listed = ", ".join(f"process {index} on {each!r}" for index, each in enumerate(names))
@@ -118,9 +121,9 @@ class Processes:
       self._store.key_value_delete(f"{_ROOT}/{self._number - 1}/")
     return [entry["value"] for entry in entries]
 
-  def any(self, name: str, value: bool) -> bool:
-    """True for all if it is true for one."""
-    return any(self.gather(name, bool(value)))
+  def any(self, name: str, value: bool, look: Callable[[], object] = lambda: None) -> bool:
+    """True for all if it is true for one; `look` as for `gather`."""
+    return any(self.gather(name, bool(value), look))
 
   def max(self, name: str, value: float) -> float:
     """The largest value of all."""
@@ -265,8 +268,8 @@ class Processes:
     self._store.key_value_set(f"{here}/all", json.dumps(values))
     return json.loads(json.dumps(values))
 
-  def _wait(self, key: str, other: int) -> str:
-    """Waits for an entry that process `other` makes."""
+  def _wait(self, key: str, other: int, look: Callable[[], object] = lambda: None) -> str:
+    """Waits for an entry that process `other` makes, and calls `look` now and then."""
     seen, sign = self._clock(), None
     while True:
       try:
@@ -276,6 +279,7 @@ class Processes:
           raise ProcessFailed(f"The store of all processes is gone; process 0 may have ended ({error}).") from error
 
       # Whoever waits shows that it lives, and looks if the others do.
+      look()
       self._sign()
       failure = self.failure()
       if failure is not None and failure.process != self.index:

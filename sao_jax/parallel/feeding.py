@@ -1,7 +1,8 @@
 """Rows of all processes on one mesh: which process holds what is read from the sharding, never from a process's number.
 
-Every process brings the same number of rows. Where the shards of each are its own devices', they stay; where a row lies
-on the devices of several processes (`context` or `tensor` over hosts), rows are exchanged by one small jitted program.
+Every process that brings rows brings the same number. Where the shards of each are its own devices', they stay; where a
+row lies on the devices of several processes (`context` or `tensor` over hosts), or of others than those that bring it,
+rows are exchanged by one small jitted program.
 """
 
 from __future__ import annotations
@@ -50,36 +51,53 @@ def share_of_rows(sharding: NamedSharding, shape: Sequence[int], process: int) -
   return shares[process] if whole and len(set(shares.values())) == len(shares) else None
 
 
-def feed(tree: Any, sharding_of: Sharding, num_processes: int) -> Any:
-  """Makes global arrays of the rows that every process brings.
+def feed(tree: Any, sharding_of: Sharding, sources: Sequence[int]) -> Any:
+  """Makes global arrays of the rows that processes bring. All those that bring or get rows call it together.
+
+  A process without any device of the shardings gets `jax.ShapeDtypeStruct`s of the global arrays.
 
   Args:
-    tree: numpy arrays [R, ...], of the same shapes in every process.
-    sharding_of: the sharding of the global array [R * num_processes, ...] that an array becomes.
-    num_processes: that bring rows; all of them.
+    tree: numpy arrays [R, ...], of the same shapes in every process; of one that brings none, the values do not matter.
+    sharding_of: the sharding of the global array [R * len(sources), ...] that an array becomes.
+    sources: the processes that bring rows, in the order of these.
   """
   leaves, structure = jax.tree.flatten(tree)
   shardings = [sharding_of(leaf) for leaf in leaves]
-  shapes = [(leaf.shape[0] * num_processes, *leaf.shape[1:]) for leaf in leaves]
-  stay = lambda place, shape: share_of_rows(place, shape, jax.process_index()) is not None
-  if num_processes == 1 or all(map(stay, shardings, shapes)):
+  shapes = [(leaf.shape[0] * len(sources), *leaf.shape[1:]) for leaf in leaves]
+  if all(_stay(place, shape, sources) for place, shape in zip(shardings, shapes)):
     fed = [jax.make_array_from_process_local_data(place, leaf) for place, leaf in zip(shardings, leaves)]
   else:
-    fed = _exchange(leaves, shardings, shapes)
+    fed = _exchange(leaves, shardings, shapes, sources)
   return jax.tree.unflatten(structure, fed)
 
 
+def _stay(sharding: NamedSharding, shape: Sequence[int], sources: Sequence[int]) -> bool:
+  """Tells if every process keeps the rows that it brings, and nobody else needs any."""
+  if {device.process_index for device in sharding.mesh.devices.flat} != set(sources):
+    return False
+  return len(sources) == 1 or share_of_rows(sharding, shape, sources[0]) is not None
+
+
 def _exchange(
-  leaves: Sequence[np.ndarray], shardings: Sequence[NamedSharding], shapes: Sequence[tuple[int, ...]]
-) -> list[jax.Array]:
-  """Brings the rows of process p to where rows p * R ... of the global arrays live."""
+  leaves: Sequence[np.ndarray],
+  shardings: Sequence[NamedSharding],
+  shapes: Sequence[tuple[int, ...]],
+  sources: Sequence[int],
+) -> list[jax.Array | jax.ShapeDtypeStruct]:
+  """Brings the rows of source i to where rows i * R ... of the global arrays live."""
   devices = tuple(shardings[0].mesh.devices.flat)
+  getting = {device.process_index for device in devices}
+  devices += tuple(each for each in jax.devices() if each.process_index in set(sources) - getting)
   line = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
   spread = NamedSharding(line, PartitionSpec(AXIS))
 
   # A process spreads its rows over its devices, then every device picks its block of the global rows.
-  sources = [_spread(leaf, devices, spread) for leaf in leaves]
-  picked = _pick(spread, tuple(_Pick.of(devices, *each) for each in zip(leaves, shardings, shapes)))(sources)
+  spread_out = [_spread(leaf, devices, spread) for leaf in leaves]
+  picks = tuple(_Pick.of(devices, sources, *each) for each in zip(leaves, shardings, shapes))
+  picked = _pick(spread, picks)(spread_out)
+  if jax.process_index() not in getting:
+    abstract = lambda leaf, place, shape: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place)
+    return list(map(abstract, leaves, shardings, shapes))
 
   # Nothing is copied here: the blocks of this process, as parts of the global arrays.
   arrays = []
@@ -93,7 +111,7 @@ def _exchange(
 def _spread(leaf: np.ndarray, devices: Sequence[jax.Device], spread: NamedSharding) -> jax.Array:
   """Returns [N * c, ...]: c rows of this process on each of its devices, in order, with zeros behind the last."""
   own = [device for device in devices if device.process_index == jax.process_index()]
-  each = -(-len(leaf) // len(own))
+  each = _rows_per_device(devices, leaf)
   padded = np.concatenate([leaf, np.zeros((each * len(own) - len(leaf), *leaf.shape[1:]), leaf.dtype)])
   parts = [jax.device_put(part, device) for part, device in zip(np.split(padded, len(own)), own)]
   return jax.make_array_from_single_device_arrays((each * len(devices), *leaf.shape[1:]), spread, parts)
@@ -106,26 +124,40 @@ class _Pick(tuple):
   """
 
   @classmethod
-  def of(cls, devices: Sequence[jax.Device], leaf: np.ndarray, sharding: NamedSharding, shape: Sequence[int]) -> _Pick:
+  def of(
+    cls,
+    devices: Sequence[jax.Device],
+    sources: Sequence[int],
+    leaf: np.ndarray,
+    sharding: NamedSharding,
+    shape: Sequence[int],
+  ) -> _Pick:
     """Reads it from the sharding of the global array."""
     own = collections.defaultdict(list)
     for number, device in enumerate(devices):
       own[device.process_index].append(number)
-    each = -(-len(leaf) // len(own[jax.process_index()]))
+    each = _rows_per_device(devices, leaf)
 
-    # Process p brings the rows p * R ... (p + 1) * R - 1, in the order of the processes.
+    # Source i brings the rows i * R ... (i + 1) * R - 1.
     places = []
-    for process in sorted(own):
+    for process in sources:
       slots = [number * each + row for number in own[process] for row in range(each)]
       places += slots[: len(leaf)]
 
+    # A device that only brings rows picks some block, which nobody looks at.
     at = blocks(sharding, shape)
-    rows = tuple(tuple(places[slice(*at[device][0])]) for device in devices)
+    picked = [at.get(device, at[devices[0]]) for device in devices]
+    rows = tuple(tuple(places[slice(*block[0])]) for block in picked)
     if len(shape) == 1:
       return cls((rows, None, None))
-    columns = tuple(at[device][1][0] for device in devices)
-    first, last = at[devices[0]][1]
-    return cls((rows, columns, last - first))
+    first, last = picked[0][1]
+    return cls((rows, tuple(block[1][0] for block in picked), last - first))
+
+
+def _rows_per_device(devices: Sequence[jax.Device], leaf: np.ndarray) -> int:
+  """Returns c: so many that the rows fit on the devices of any process."""
+  fewest = min(collections.Counter(device.process_index for device in devices).values())
+  return -(-len(leaf) // fewest)
 
 
 @functools.cache

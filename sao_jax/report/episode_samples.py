@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from sao_jax.episode import Trajectory
@@ -33,7 +34,7 @@ class EpisodeSamples:
       steps: train steps of the phase.
       every: steps between two checkpoints.
       restored_step: step of the checkpoint that the phase goes on from; None begins it.
-      writes: False in the other processes of a run, which leave the file to the first one.
+      writes: False in the other processes of a run, which leave the file to the first one that samples.
     """
     self._workdir, self._phase, self._tokenizer = workdir, phase, tokenizer
     self._periods = (every, max(1, steps // 3))
@@ -42,9 +43,9 @@ class EpisodeSamples:
     if writes:
       drop_lines_after(workdir / EPISODES_FILE, phase, restored_step)
 
-  def after(self, step: int, trajectory: Trajectory) -> None:
-    """Offers an episode of `step`; keeps it if one is due."""
-    self._last = step, trajectory
+  def after(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+    """Offers the first episode of `step`; keeps it if one is due. There is none in a process that only learns."""
+    self._last = (step, trajectories[0]) if trajectories else None
     if step == 1 or any(step % period == 0 for period in self._periods):
       self.finish()
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from sao_jax.checkpoints.host_state import decode, encode
 from sao_jax.configuration.paths import located
 from sao_jax.episode import Trajectory
-from sao_jax.parallel.process import data_process_index
 from sao_jax.rollout.serialization import trajectories_from_state, trajectories_to_state
 
 
@@ -19,8 +18,9 @@ class Record:
   Nothing is pickled, so reading a record runs no code.
   """
 
-  def __init__(self, workdir: str | os.PathLike, phase: str):
-    self.directory = located(workdir) / "consumed" / phase
+  def __init__(self, workdir: str | os.PathLike, phase: str, share: int = 0):
+    """`share`: of the data, that this process brings to every batch."""
+    self.directory, self._share = located(workdir) / "consumed" / phase, share
 
   def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
     """Records the batch of `step`; when a resumed run repeats the step, the new batch replaces the old one."""
@@ -52,4 +52,4 @@ class Record:
     return [step for step in range(1, steps + 1) if not self._path(step).exists()]
 
   def _path(self, step: int) -> pathlib.Path:
-    return self.directory / f"{step:08d}.process_{data_process_index()}.npz"
+    return self.directory / f"{step:08d}.process_{self._share}.npz"

@@ -11,7 +11,7 @@ from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.environments.base import check_token_ids
 from sao_jax.episode import BadPrompt, EnvironmentFailure, Prompt, PromptKey, Status, Trajectory
 from sao_jax.errors import ConfigError
-from sao_jax.parallel.process import data_process_count, data_process_index
+from sao_jax.parallel.process import WHOLE, DataShare
 from sao_jax.rollout.bad_prompts import BadPrompts
 from sao_jax.training import phases
 
@@ -30,12 +30,17 @@ class Demonstrations:
   """
 
   def __init__(
-    self, config: RunConfig, phase: str = phases.SFT, leave_out: Callable[[PromptKey], bool] = lambda key: False
+    self,
+    config: RunConfig,
+    phase: str = phases.SFT,
+    leave_out: Callable[[PromptKey], bool] = lambda key: False,
+    share: DataShare = WHOLE,
   ):
     """Args:
     config: the run's configuration.
     phase: name of the phase, which has its own order of prompts.
     leave_out: True for prompts that are passed over.
+    share: of the prompts; a process without one makes no demonstrations.
 
     Raises:
       ConfigError: the environment makes none.
@@ -50,7 +55,7 @@ class Demonstrations:
     self._tokenizer, self.bad_prompts = self._environment.tokenizer(), BadPrompts()
     source = self._environment.prompts(self._tokenizer, "train", config.training.seed)
     self.prompts = make_prompt_iterator(
-      source, seed=phases.prompt_seed(config, phase), shard=(data_process_index(), data_process_count())
+      source, seed=phases.prompt_seed(config, phase), shard=(share.index or 0, share.count)
     )
 
   def batch(self, size: int | None = None) -> list[Trajectory]:

@@ -114,8 +114,8 @@ class Experience:
     """
     self._rollouts, self._learner, self._demonstrations = rollouts, learner, demonstrations
     self._settings: ValuePretrainingConfig = learner.config.value_pretraining
-    self._size = share_of_batch(learner.config, learner.processes.count).batch_size
-    self.store = Store(self._settings.store_trajectories // learner.processes.count, self._settings.heldout_fraction)
+    self._size = share_of_batch(learner.config, learner.share.count).batch_size
+    self.store = Store(self._settings.store_trajectories // learner.share.count, self._settings.heldout_fraction)
     self._step = first_step
     self._fresh: list[Trajectory] = []  # of the batch in training
     self._shown = None if demonstrations is None else demonstrations.prompts.get_state()
@@ -221,7 +221,7 @@ def make_experience(learner: Learner, make_rollouts: Callable[..., Rollouts], fi
   _check_prompts(config, heldout)
   demonstrations = None
   if settings.demonstration_steps:
-    demonstrations = Demonstrations(config, phases.VALUE_PRETRAINING, leave_out=heldout)
+    demonstrations = Demonstrations(config, phases.VALUE_PRETRAINING, leave_out=heldout, share=learner.share)
   rollouts = make_rollouts(is_heldout=heldout)
   return Experience(rollouts, learner, demonstrations=demonstrations, first_step=first_step)
 

@@ -81,15 +81,25 @@ def make_reader(learner: Learner) -> Reader:
 
 
 def heldout_variance(learner: Learner, read: Reader, params: PyTree, trajectories: Sequence[Trajectory]) -> float:
-  """1 - Var(R - V) / Var(R) over the sampled tokens of trajectories, a batch at a time; NaN without variance."""
-  processes = learner.processes
-  size, errors, returns = share_of_batch(learner.config, processes.count).batch_size, [], []
+  """1 - Var(R - V) / Var(R) over the sampled tokens of trajectories, a batch at a time; NaN without variance.
+
+  Processes that only sample bring their trajectories, and get the result.
+  """
+  processes, apart = learner.processes, learner.devices.apart
+  size, errors, returns = share_of_batch(learner.config, learner.share.count).batch_size, [], []
   replicated = learner.layout.sharding() if processes.count > 1 else None
   for start in range(0, processes.max("held-out trajectories of one process", len(trajectories)), size):
     rows = packed_batch(learner, trajectories[start : start + size]).rows
+    if not learner.learns:
+      continue
     values, targets, mask = everywhere(read(params, rows), replicated)
     errors.append((targets - values)[mask])
     returns.append(targets[mask])
 
-  spread = np.var(np.concatenate(returns), dtype=np.float64)
-  return float(1.0 - np.var(np.concatenate(errors), dtype=np.float64) / spread) if spread > 0.0 else float("nan")
+  variance = _explained(np.concatenate(errors), np.concatenate(returns)) if learner.learns else None
+  return processes.first("the critic's explained variance", variance) if apart else variance
+
+
+def _explained(errors: np.ndarray, returns: np.ndarray) -> float:
+  spread = np.var(returns, dtype=np.float64)
+  return float(1.0 - np.var(errors, dtype=np.float64) / spread) if spread > 0.0 else float("nan")

@@ -5,6 +5,7 @@ Value pretraining and RL are the same loop: a critic-only step leaves the policy
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -28,7 +29,7 @@ from sao_jax.learner.compilation import CompiledSteps
 from sao_jax.learner.packing import check_row_counts
 from sao_jax.learner.sampler_side import make_publisher, make_service
 from sao_jax.learner.setup import Learner, make_learner, rows_multiple
-from sao_jax.parallel.agreement import all_processes, shared_stop
+from sao_jax.parallel.agreement import shared_stop
 from sao_jax.report.episode_samples import EpisodeSamples
 from sao_jax.report.metrics import evaluated_versions
 from sao_jax.report.run_log import RunLog
@@ -39,8 +40,9 @@ from sao_jax.training.heap import frozen_heap
 from sao_jax.training.heldout_critic import HeldoutCritic
 from sao_jax.training.host_shares import share_host_state
 from sao_jax.training.phases import Phase, Start
-from sao_jax.training.process_metrics import reduced
+from sao_jax.training.process_metrics import of_a_step_that_is_done, reduced
 from sao_jax.training.profile import Profile
+from sao_jax.training.remote_rollouts import RemoteRollouts
 from sao_jax.training.rollouts import Rollouts, make_rollouts
 from sao_jax.training.run_folder import open_run
 from sao_jax.training.saver import Saver, say_interrupted
@@ -136,8 +138,10 @@ def run_phase(
       workdir / phase.name,
       keep=settings.keep_checkpoints,
       every=settings.checkpoint_every,
-      share=functools.partial(share_host_state, processes=learner.processes),
+      share=functools.partial(share_host_state, share=learner.share),
       before=folder.store,
+      own=learner.share,
+      elsewhere=not learner.learns,
     ) as checkpointer,
     Interrupt(saves=False) as interrupt,
   ):
@@ -167,7 +171,7 @@ def _run(
   interrupt: Interrupt,
 ) -> Result:
   """Trains from `start` to the end of the phase; metrics and the like go to the folder `files`."""
-  # All processes stop together; each has rollouts, a sampler and a share of the prompts of its own.
+  # All processes stop together. Each that samples has rollouts, a sampler and a share of the prompts of its own.
   processes, stop = learner.processes, shared_stop(interrupt, learner.processes)
 
   # The learner's state, and the sampler's own copy of the policy.
@@ -175,19 +179,20 @@ def _run(
   publish = make_publisher(learner)
   weights = publish(state.policy.params)
 
-  samples = _make_samples(config, files, phase, start, writes=processes.is_writer)
+  samples = _make_samples(config, files, phase, start, writes=learner.share.first)
 
   # Train steps compile in the background, from here on, while the sampler warms up and is audited.
   with (
     CompiledSteps(learner, phase.kinds(step)) as train_step,
     _make_log(config, files, phase, start, writes=processes.is_writer) as log,
-    _make_service(config, phase, version, weights) as service,
+    _make_service(learner, phase, version, weights) as service,
     PinnedEvaluation(
       config,
       stop,
       last_version=phase.policy_steps,
       service=service,
       processes=processes,
+      share=learner.share,
       report=functools.partial(_report, log, samples),
     ) as evaluation,
     Profile(files / "profile", config.training.profile_steps) as profile,
@@ -226,6 +231,7 @@ def _run(
           state, metrics = train_step(state, batch.rows, update_policy=updates_policy)
         step, version = step + 1, phase.version(step + 1)
         of_hosts = reduced(processes, rollouts.consumed(batch.trajectories))
+        metrics = of_a_step_that_is_done(learner, state, metrics)
         log.push(step, metrics | of_hosts | {"policy_version": version})
 
         # Publish: the sampler goes on with the old weights until the new ones are computed, or it would stall on them.
@@ -241,7 +247,7 @@ def _run(
         with rollouts.waits("evaluation"):
           critic.after(step, state)
           evaluation.after(step, version, weights, saves=saver.due(step), look=rollouts.check)
-        samples.after(step, batch.trajectories[0])
+        samples.after(step, batch.trajectories)
         with rollouts.waits("save"):
           saver.after(step)
 
@@ -272,14 +278,16 @@ def _measured(learner: Learner, workdir: pathlib.Path, phase: Phase) -> list[int
 
 def _make_rollouts(
   learner: Learner,
-  service: SamplerService,
+  service: SamplerService | None,
   workdir: pathlib.Path,
   phase: Phase,
   start: Start,
   interrupt: StopSignal,
   look: Callable[[], None],
-) -> Rollouts | Experience:
+) -> Rollouts | Experience | RemoteRollouts:
   """Makes what gives every step its batch: rollouts as they finish, in value pretraining with a store of them."""
+  if not learner.share.brings:
+    return RemoteRollouts(learner, interrupt, look)
   version = phase.version(start.step)
   make = functools.partial(
     make_rollouts, learner, service, workdir, phase.name, start.step, version, interrupt, look=look
@@ -290,7 +298,9 @@ def _make_rollouts(
   return rollouts
 
 
-def _make_heldout_critic(learner: Learner, log: RunLog, rollouts: Rollouts | Experience, start: Start) -> HeldoutCritic:
+def _make_heldout_critic(
+  learner: Learner, log: RunLog, rollouts: Rollouts | Experience | RemoteRollouts, start: Start
+) -> HeldoutCritic:
   """Makes what measures the critic in value pretraining."""
   every = learner.config.value_pretraining.evaluate_every
   return HeldoutCritic(learner, log, rollouts.heldout, every=every, known=start.heldout_variance)
@@ -326,13 +336,18 @@ def _make_samples(
   )
 
 
-def _make_service(config: RunConfig, phase: Phase, version: int, weights: PyTree) -> SamplerService:
-  """Makes the sampler of a phase, compiled, with `weights` as policy version `version`."""
-  with all_processes().busy():
+def _make_service(
+  learner: Learner, phase: Phase, version: int, weights: PyTree
+) -> contextlib.AbstractContextManager[SamplerService | None]:
+  """Makes the sampler of a phase, compiled, with `weights` as policy version `version`; None where nothing samples."""
+  config, share = learner.config, learner.share
+  if not share.brings:
+    return contextlib.nullcontext()
+  with learner.processes.busy():
     return make_service(
       config,
       weights,
-      seed=phases.sampler_seed(config, phase.name),
+      seed=phases.sampler_seed(config, phase.name, share.index),
       version=version,
       warm_up=True,
       keep_experts=config.algorithm.router_replay,

@@ -120,9 +120,9 @@ def prompt_seed(config: RunConfig, phase: str) -> int:
   return _derived_seed(config, phase)
 
 
-def sampler_seed(config: RunConfig, phase: str) -> int:
-  """Seed of the sampler's random keys; differs between phases, which count rollouts from 0, and between processes."""
-  return _derived_seed(config, phase, 1 + jax.process_index())
+def sampler_seed(config: RunConfig, phase: str, share: int = 0) -> int:
+  """Seed of the sampler's random keys; differs between phases, which count rollouts from 0, and shares of the data."""
+  return _derived_seed(config, phase, 1 + share)
 
 
 def ended(config: RunConfig, phase: Phase, step: int, heldout_variance: Sequence[float]) -> bool:
@@ -143,6 +143,8 @@ def initial_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, e
     return init_policy_params(learner, config.training.seed)
   logging.info("The policy begins from %s.", origin)
   if is_hf_folder(origin.folder):
+    if not learner.learns:
+      return sharded_specs(learner.policy.specs, learner.layout)
     return add_fresh_lora(learner, import_policy(origin.folder, config.model, learner.mesh), config.training.seed)
   return _load_policy(learner, origin.folder, origin.step)
 
@@ -151,6 +153,8 @@ def _load_policy(learner: Learner, folder: pathlib.Path, step: int | None = None
   """Loads the policy from a folder of checkpoints, the newest or that of `step`; with or without LoRA's factors."""
   abstract = sharded_specs(learner.policy.specs, learner.layout)
   params = load_params(folder, "policy", abstract, step=step, optional="lora")
+  if not learner.learns:
+    return abstract
   check_lora_scale(learner.config, params)
   return add_fresh_lora(learner, params, learner.config.training.seed)
 
@@ -229,6 +233,8 @@ def _initial_critic(
     logging.warning("The critic was not pretrained (launch.pretrain_value): it begins as a copy of the policy.")
   else:
     logging.info("The critic begins as a copy of the policy, with a new head.")
+  if not learner.learns:
+    return sharded_specs(specs, learner.layout)
   return critic_params_from_policy(
     merge_lora(policy, keep_dtype=True),
     config.model,
@@ -290,12 +296,15 @@ def restore_or_begin(
     )
 
   step, state, host_state = restored
-  check_lora_scale(config, state.policy.params)
   logging.info("%s: going on after step %d of %d.", phase.name, step, phase.steps)
-  if int(state.policy_version) != phase.version(step):
+  version = host_state.get("policy_version")
+  if learner.learns:
+    check_lora_scale(config, state.policy.params)
+    version = int(state.policy_version)
+  if version not in (None, phase.version(step)):
     raise ConfigError(
       "algorithm.critic_warmup_steps",
-      f"after step {step} the checkpoint has version {int(state.policy_version)}, not {phase.version(step)}.",
+      f"after step {step} the checkpoint has version {version}, not {phase.version(step)}.",
       "Keep the number of critic-only steps that the run began with.",
     )
   return Start(

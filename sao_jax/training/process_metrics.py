@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
+from sao_jax.learner.setup import Learner
 from sao_jax.parallel.agreement import Processes
 from sao_jax.report.metrics import to_json
+from sao_jax.types import PyTree
 
 # Beginnings and ends of the names of numbers that add up.
 SUMMED = ("rollouts_", "num_", "masked_tokens", "retries", "cancelled", "run_", "demonstrations_skipped")
@@ -19,8 +25,9 @@ MEANS = ("run_drop_rate_by_length",)
 def reduced(processes: Processes, metrics: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the numbers of all processes to the one that writes, as one; the others, and one alone, get their own.
 
-  The batch of every process has as many trajectories as that of the others, so a mean over processes is that over
-  trajectories. Means over other things (episodes generated, seconds of slots) count every process the same.
+  The batch of every process that brings one has as many trajectories as that of the others, so a mean over processes is
+  that over trajectories. Means over other things (episodes generated, seconds of slots) count every process the same
+  that knows of them.
   """
   if processes.count == 1:
     return dict(metrics)
@@ -28,8 +35,24 @@ def reduced(processes: Processes, metrics: Mapping[str, Any]) -> dict[str, Any]:
   return (
     dict(metrics)
     if values is None
-    else {name: _reduce(name, [each.get(name) for each in values]) for name in values[0]}
+    else {name: _reduce(name, [each.get(name) for each in values]) for name in dict.fromkeys(itertools.chain(*values))}
   )
+
+
+def of_a_step_that_is_done(learner: Learner, state: PyTree, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Waits until all learners have done a step, where others only sample, and gives these its numbers.
+
+  The next program with the samplers, which brings rows or weights, begins at once then: their devices would wait in it
+  for a step that is under way, and sample nothing meanwhile. Where all processes learn, nothing is waited for.
+  """
+  if not learner.devices.apart:
+    return metrics
+  processes = learner.processes
+  with processes.busy():
+    jax.block_until_ready(state)
+  plain = jax.tree.map(lambda value: np.asarray(value).tolist(), metrics) if processes.is_writer else None
+  known = processes.first("a step that is done", plain)
+  return metrics if learner.learns else known
 
 
 def _reduce(name: str, values: Sequence[Any]) -> Any:

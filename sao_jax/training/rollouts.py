@@ -18,7 +18,7 @@ from sao_jax.episode import PromptKey, Trajectory
 from sao_jax.interrupt import POLL, StopSignal
 from sao_jax.learner.batches import agreed_batch, required_experts
 from sao_jax.learner.setup import Learner, share_of_batch
-from sao_jax.parallel.process import data_process_count, data_process_index
+from sao_jax.parallel.process import DataShare
 from sao_jax.rollout.buffer import TrajectoryBuffer
 from sao_jax.rollout.ledger import Ledger
 from sao_jax.rollout.rollout_loop import RolloutLoop
@@ -192,8 +192,8 @@ def make_rollouts(
     look: called now and then while waiting for a batch; may raise.
     is_heldout: True for prompts that are not trained on.
   """
-  rollout = share_of_batch(learner.config, learner.processes.count)
-  record = Record(workdir, phase)
+  rollout = share_of_batch(learner.config, learner.share.count)
+  record = Record(workdir, phase, learner.share.index)
   record.forget_after(step)
   return Rollouts(
     make_rollout_loop(learner, service, phase, version, is_heldout),
@@ -224,7 +224,7 @@ def make_rollout_loop(
 ) -> RolloutLoop:
   """Makes the asynchronous loop of this process, not started, on its share of the training prompts."""
   config, tokenizer = learner.config, learner.config.environment.tokenizer()
-  rollout = share_of_batch(config, learner.processes.count)
+  rollout = share_of_batch(config, learner.share.count)
 
   # From finished trajectories to batches.
   buffer = TrajectoryBuffer(
@@ -241,7 +241,7 @@ def make_rollout_loop(
   # From prompts to finished trajectories.
   return RolloutLoop(
     lambda: config.environment.make(tokenizer),
-    _prompts(config, tokenizer, phase),
+    _prompts(config, tokenizer, phase, learner.share),
     service,
     buffer,
     rollout,
@@ -253,8 +253,7 @@ def make_rollout_loop(
   )
 
 
-def _prompts(config: RunConfig, tokenizer: Any, phase: str) -> Any:
+def _prompts(config: RunConfig, tokenizer: Any, phase: str, share: DataShare) -> Any:
   """Makes the iterator over this process's share of the training prompts, in the phase's order."""
   source = config.environment.prompts(tokenizer, "train", config.training.seed)
-  shard = data_process_index(), data_process_count()
-  return make_prompt_iterator(source, seed=prompt_seed(config, phase), shard=shard)
+  return make_prompt_iterator(source, seed=prompt_seed(config, phase), shard=(share.index, share.count))

@@ -12,6 +12,7 @@ from sao_jax.parallel.agreement import ALONE, Processes, ProcessFailed
 from sao_jax.report.run_log import RunLog
 from sao_jax.training.experience import Experience
 from sao_jax.training.phases import CRITIC_PRETRAINED, HELDOUT_VARIANCE, POLICY_ORIGIN, Phase, Start
+from sao_jax.training.remote_rollouts import RemoteRollouts
 from sao_jax.training.rollouts import Rollouts
 from sao_jax.types import TrainState
 
@@ -34,7 +35,7 @@ class Saver:
     self,
     checkpointer: Checkpointer,
     phase: Phase,
-    rollouts: Rollouts | Experience,
+    rollouts: Rollouts | Experience | RemoteRollouts,
     log: RunLog,
     start: Start,
     *,

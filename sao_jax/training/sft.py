@@ -31,7 +31,7 @@ from sao_jax.training import phases
 from sao_jax.training.demonstrations import Demonstrations
 from sao_jax.training.host_shares import share_host_state
 from sao_jax.training.origins import warn_of_later_phases
-from sao_jax.training.process_metrics import reduced
+from sao_jax.training.process_metrics import of_a_step_that_is_done, reduced
 from sao_jax.training.run_folder import open_run
 from sao_jax.training.saver import say_interrupted, skips, stop_if_diverged
 from sao_jax.training.step_metrics import StepClock
@@ -84,7 +84,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
   learner = make_learner(config)
   check_row_counts(config.rollout.row_counts, rows_multiple(learner))
   settings = config.training
-  demonstrations = Demonstrations(config)
+  demonstrations = Demonstrations(config, share=learner.share)
   policy = dataclasses.replace(learner.policy, after_update=None)  # routers are balanced in RL only
   first_uses = FirstUses()
   train_step = make_sft_step(policy, config.algorithm.micro_batches)
@@ -95,8 +95,10 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       workdir / phases.SFT,
       keep=settings.keep_checkpoints,
       every=settings.checkpoint_every,
-      share=functools.partial(share_host_state, processes=learner.processes),
+      share=functools.partial(share_host_state, share=learner.share),
       before=folder.store,
+      own=learner.share,
+      elsewhere=not learner.learns,
     ) as checkpointer,
     Interrupt(saves=False) as interrupt,
   ):
@@ -113,8 +115,10 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       step, network = 0, make_network_state(learner.policy, learner.layout, params)
     else:
       step, network, host_state = restored
-      check_lora_scale(config, network.params)
-      demonstrations.prompts.set_state(host_state["prompts"])
+      if learner.learns:
+        check_lora_scale(config, network.params)
+      if learner.share.brings:
+        demonstrations.prompts.set_state(host_state["prompts"])
       clock = StepClock(host_state.get("seconds", 0.0))  # early checkpoints do not say
     folder.record()
     if step >= config.sft.steps:
@@ -137,16 +141,19 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       while step < config.sft.steps:
         # Step: still running when the metrics of the step before are logged. All processes stop together.
         skipped = demonstrations.bad_prompts.count
-        shown = None if stop.requested else demonstrations.batch(config.sft.batch_size // processes.count)
-        batch = agreed_batch(learner, shown)
+        size = config.sft.batch_size // learner.share.count if learner.share.brings else 0
+        batch = agreed_batch(learner, None if stop.requested else demonstrations.batch(size))
         if batch is None:
           break
         skipped = demonstrations.bad_prompts.count - skipped
-        with first_uses(batch.rows.token_ids.shape, "Compiling the imitation step"):
-          network, metrics = train_step(network, batch.rows)
+        metrics = {}
+        if learner.learns:
+          with first_uses(batch.rows.token_ids.shape, "Compiling the imitation step"):
+            network, metrics = train_step(network, batch.rows)
         interrupt.saves = True
         step += 1
         of_hosts = reduced(processes, {"demonstrations_skipped": skipped} | clock.lap(batch.trajectories))
+        metrics = of_a_step_that_is_done(learner, network, metrics)
         log.push(step, metrics | of_hosts)
 
         # Save, if it is due.

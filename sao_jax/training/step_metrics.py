@@ -52,6 +52,17 @@ class Waits:
     return seconds
 
 
+def wait_metrics(waits: Mapping[str, float], seconds: float) -> dict[str, float]:
+  """Returns what the trainer waited for in a step of so many seconds; the step itself is what is no wait."""
+  waited = sum(waits.values())
+  return {
+    **{f"{name}_wait_seconds": each for name, each in waits.items()},
+    **{f"{name}_wait_fraction": each / seconds for name, each in waits.items()},
+    "trainer_idle_fraction": waited / seconds,
+    "train_seconds": seconds - waited,
+  }
+
+
 class StepClock:
   """Wall-clock time of a phase, across resumes, and what was trained in each second of it.
 
@@ -105,11 +116,8 @@ class StepMetrics:
     # Times: the step is what is no wait.
     metrics = self._clock.lap(trajectories)
     seconds, waits = metrics["step_seconds"], self._waits.pop()
-    metrics |= {f"{name}_wait_seconds": waited for name, waited in waits.items()}
-    metrics |= {f"{name}_wait_fraction": waited / seconds for name, waited in waits.items()}
-    waited = sum(waits.values())
-    metrics |= {"trainer_idle_fraction": waited / seconds, "train_seconds": seconds - waited}
-    self._loop.note_step(seconds, max(seconds - waited, 0.0))
+    metrics |= wait_metrics(waits, seconds)
+    self._loop.note_step(seconds, max(metrics["train_seconds"], 0.0))
 
     # Where rollouts and the sampler's slots spent it.
     metrics["place_idle_fraction"] = 1.0 - since["busy_slot_seconds"] / max(since["slot_seconds"], 1e-9)

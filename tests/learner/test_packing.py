@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import jax
@@ -20,6 +21,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.learner import batches, compilation, setup
 from sao_jax.learner.batches import packed_batch
 from sao_jax.learner.packing import check_row_counts, pack, shard_batch, unpack
+from sao_jax.learner.placement import Devices
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import make_mesh
 from sao_jax.rollout.builder import TrajectoryBuilder
@@ -255,13 +257,22 @@ def test_groups_are_numbered_across_rows_with_nothing_on_padding():
   assert pack(trajectories, (8,), (4,)).group_ids is None
 
 
+def as_process(learner, processes, samplers=None):
+  """The learner as a process sees it, each with a device of its own; all sample unless it says which do, alone."""
+  hosts = [SimpleNamespace(process_index=index) for index in range(processes.count)]
+  learning = [host for host in hosts if host.process_index not in (samplers or ())]
+  groups = tuple((host,) for host in (hosts if samplers is None else [hosts[index] for index in samplers]))
+  devices = Devices(tuple(learning), groups, processes.index)
+  return dataclasses.replace(learner, processes=processes, devices=devices)
+
+
 def of_two_processes(config, trajectories):
   """The rows of both, when each brings the same trajectories."""
   learner = setup.make_learner(config, tuple(jax.devices()[:1]))
 
   def rows(processes):
     # On this one process, what another one holds is rows that have to travel.
-    return batches._packed_rows(dataclasses.replace(learner, processes=processes), trajectories)
+    return batches._packed_rows(as_process(learner, processes), trajectories)
 
   return together(SharedStore(), 2, rows)
 
@@ -292,7 +303,7 @@ def test_processes_share_the_largest_bucket_that_any_of_them_needs(monkeypatch):
   own = [lengths(12, 3), lengths(*[7] * 6)]
 
   def rows(processes):
-    return batches._packed_rows(dataclasses.replace(learner, processes=processes), own[processes.index])
+    return batches._packed_rows(as_process(learner, processes), own[processes.index])
 
   first, second = together(SharedStore(), 2, rows)
   assert first.token_ids.shape == second.token_ids.shape == (4, 16) and first.pieces is second.pieces is None
@@ -307,6 +318,26 @@ def test_processes_share_the_largest_bucket_that_any_of_them_needs(monkeypatch):
   # One that is asked to stop stops all.
   own[0] = None
   assert together(SharedStore(), 2, rows) == [None, None]
+
+
+def test_who_only_learns_has_padding_in_the_shape_that_the_samplers_need():
+  """Of three processes the last two sample: 8 or 16 rows in all are 4 or 8 of each."""
+  config = training_toy.replace(training_toy.get_config(), rollout={"row_lengths": (8, 16), "row_counts": (8, 16)})
+  config = training_toy.replace(config, rollout={"group_size": 2})
+  learner = setup.make_learner(config, tuple(jax.devices()[:1]))
+  own = [(), lengths(12, 3), lengths(*[7] * 6)]
+
+  def rows(processes):
+    return batches._packed_rows(as_process(learner, processes, samplers=(1, 2)), own[processes.index])
+
+  padding, first, second = together(SharedStore(), 3, rows)
+  assert padding.token_ids.shape == first.token_ids.shape == second.token_ids.shape == (4, 16)
+  assert not padding.segment_ids.any() and [len(list(unpack(each))) for each in (first, second)] == [2, 6]
+  assert first.group_ids.max() <= 4 < second.group_ids[second.group_ids > 0].min()
+
+  # It is asked to stop, and so are all.
+  own[0] = None
+  assert together(SharedStore(), 3, rows) == [None] * 3
 
 
 def test_a_batch_that_does_not_divide_over_the_processes_is_refused_by_name():

@@ -43,6 +43,8 @@ def main(config: RunConfig, workdir: str) -> None:
 
   # One episode, as an evaluation runs it; a failed one leaves no trajectory to show.
   params = sampler_side.make_publisher(learner)(params)
+  if not learner.share.brings:
+    return  # of several processes, those that sample show it
   with (
     interrupt.Interrupt() as stop,
     sampler_side.make_service(config, params, seed=config.training.seed, version=version) as service,

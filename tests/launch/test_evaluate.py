@@ -11,6 +11,7 @@ from toys import training_toy
 from toys.wiring import program_module
 
 from sao_jax.evaluation.heldout import Evaluation
+from sao_jax.parallel.process import WHOLE
 from sao_jax.report.success_rate import success
 
 evaluate = program_module("evaluate")
@@ -20,7 +21,7 @@ evaluate = program_module("evaluate")
 def test_an_evaluation_that_could_grade_nothing_writes_null_and_fails(tmp_path, monkeypatch, ungraded, says):
   nothing = Evaluation(success(0, 0), math.nan, math.nan, ungraded, policy_version=3, trajectories=[])
   monkeypatch.setattr(evaluate, "_PHASE", types.SimpleNamespace(value=""))
-  monkeypatch.setattr(evaluate.setup, "make_learner", lambda config: None)
+  monkeypatch.setattr(evaluate.setup, "make_learner", lambda config: types.SimpleNamespace(share=WHOLE))
   monkeypatch.setattr(evaluate.sampler_side, "make_publisher", lambda learner: lambda params: params)
   monkeypatch.setattr(
     evaluate.phases, "latest_policy", lambda *arguments: evaluate.phases.LatestPolicy({}, 3, "train", "a/3")

@@ -32,6 +32,8 @@ class GenerateRequest:
       that sampled them; must not block. A sampler may leave it out, as all versions come with the completion.
 
   >>> request = GenerateRequest(session_id=0, rollout_id=7, new_token_ids=(1, 42, 3), max_tokens=16, stop_ids=(2,))
+  >>> request.temperature
+  1.0
   >>> request_problem(request, vocab_size=64) is None
   True
   >>> request_problem(request, vocab_size=32).field

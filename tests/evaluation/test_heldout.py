@@ -9,7 +9,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from toys import training_toy
+from toys import hanging_toy, training_toy
 from toys.rollout_fakes import make_trajectory
 
 from sao_jax.evaluation import heldout, pinned
@@ -105,6 +105,19 @@ def test_an_error_of_an_evaluation_ends_the_run_as_itself(tmp_path, monkeypatch)
   monkeypatch.setattr(pinned, "evaluate", broken)
   with pytest.raises(ZeroDivisionError, match="in the evaluation"):
     loop.train(make_config(), tmp_path)
+
+
+@pytest.mark.timeout(120)
+def test_an_error_of_an_evaluation_ends_a_run_that_waits_for_a_batch(tmp_path, monkeypatch):
+  """Here none ever comes: all episodes hang."""
+
+  def broken(config, params, version, interrupt):
+    raise ZeroDivisionError("in the evaluation")
+
+  monkeypatch.setattr(pinned, "evaluate", broken)
+  config = training_toy.replace(hanging_toy.get_config(), evaluation={"every": 2}, training={"audit": False})
+  with pytest.raises(ZeroDivisionError, match="in the evaluation"):
+    loop.train(config, tmp_path)
 
 
 def test_what_was_trained_is_saved_when_an_evaluation_fails(tmp_path, monkeypatch):

@@ -65,6 +65,11 @@ def test_entries_that_are_no_members_change_nothing():
   got = group_advantages(rewards, jnp.array([1, 1, 1, 2]), jnp.array([True, False, True, False]))
   np.testing.assert_allclose(got, [-0.7071, 0, 0.7071, 0], atol=1e-4)
 
+  # Nor do they set the scale that rounding is measured by: these rewards are small, and differ.
+  small = jnp.array([1e-7, 1e9, 3e-7], jnp.float32)
+  got = group_advantages(small, jnp.ones(3, jnp.int32), jnp.array([True, False, True]))
+  assert got[0] < 0 < got[2]
+
 
 def test_a_batch_without_groups_is_refused():
   with pytest.raises(ConfigError, match=r"(?s)rollout.group_size.*no groups.*remedy"):

@@ -54,8 +54,7 @@ def get_config() -> RunConfig:
       mesh=MeshConfig(fsdp=1, expert=4),
       context_length=CONTEXT,
       decode_steps=16,
-      prefill_buckets=(1024,),
-      prefill_batch=1,
+      prefill_chunk=256,  # of each part of the mesh: 1024 in all
       window_buckets=(CONTEXT,),
       cache_dtype="bfloat16",
     ),

@@ -193,8 +193,9 @@ class SamplerConfig:
   context_length: PositiveInt = 256  # tokens of KV cache per slot
   decode_steps: PositiveInt = 8  # decode steps per dispatch, at most
   decode_batch: PositiveInt = 32  # slots per dispatch; on accelerators all of them, on a CPU a few are faster (caches)
-  prefill_buckets: Sizes = (16, 64, 256)  # padded lengths of a prefill
+  prefill_buckets: Sizes = (16, 64, 256)  # padded lengths of a prefill; with a cache in pages see prefill_chunk
   prefill_batch: PositiveInt = 8  # sequences per prefill call
+  prefill_chunk: PositiveInt = 256  # pages only: prompt tokens per dispatch, in each part of the sampler's mesh
   window_buckets: tuple[PositiveInt, ...] = ()  # attended cache lengths that decode compiles for; empty: powers of two
   temperature: NonNegativeFloat = 1.0  # of both sides, in training
   top_p: Annotated[float, "(0, 1]"] = 1.0

@@ -138,6 +138,7 @@ def make_service(config: ModelConfig, num_slots: int, context_length: int) -> Sa
       num_slots=num_slots // len(devices) + (index < num_slots % len(devices)),
       context_length=context_length,
       prefill_buckets=(longest // 16, longest // 8, longest // 4),
+      prefill_chunk=max(longest // 4, 1),
     )
     engine = Engine(jax.device_put(params, device), config, sampler_config, seed=0)
     engine.warm_up(prefixes=False)

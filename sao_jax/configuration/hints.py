@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from sao_jax.config import OptimizerConfig, RunConfig
+from sao_jax.config import OptimizerConfig, RunConfig, SamplerConfig
 from sao_jax.configuration import config_tree
 
 
@@ -23,6 +23,8 @@ class Idle(NamedTuple):
 def _of(section: str, *names: str) -> tuple[str, ...]:
   return tuple(f"{section}.{name}" for name in names)
 
+
+PAGE_FIELDS = ("page_size", "num_pages", "prefill_chunk")
 
 IDLE = (
   Idle(
@@ -75,12 +77,12 @@ IDLE = (
   Idle(
     lambda config: config.sampler.cache_layout == "slots",
     "sampler.cache_layout='slots' has no pages",
-    _of("sampler", "page_size", "num_pages"),
+    _of("sampler", *PAGE_FIELDS),
   ),
   Idle(
     lambda config: config.sampler.cache_layout == "pages",
-    "sampler.cache_layout='pages' decodes all slots together, and reads the pages that they have",
-    _of("sampler", "decode_batch", "window_buckets"),
+    "sampler.cache_layout='pages' decodes all slots together, reads the pages that they have, and prompts in chunks",
+    _of("sampler", "decode_batch", "window_buckets", "prefill_buckets", "prefill_batch"),
   ),
   Idle(
     lambda config: not config.value_pretraining.heldout_fraction,
@@ -95,6 +97,7 @@ def hints(config: RunConfig) -> Iterator[str]:
   """Yields a sentence for each setting of a valid configuration that is probably not meant."""
   yield from _without_effect(config)
   yield from _algorithm(config)
+  yield from _pages(config)
   yield from _rollouts(config)
 
 
@@ -126,6 +129,22 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     optimizer: OptimizerConfig = getattr(config, section)
     if optimizer.learning_rate == 0 and (name == "policy" or algorithm.needs_critic):
       yield f"{section}.learning_rate=0: the {name} will never change."
+
+
+def _pages(config: RunConfig) -> Iterator[str]:
+  """What is said of pages where the platform takes none."""
+  sampler, default = config.sampler, SamplerConfig()
+  changed = [f"sampler.{name}" for name in PAGE_FIELDS if getattr(sampler, name) != getattr(default, name)]
+  if sampler.cache_layout == "auto" and changed and not _on_tpu():
+    yield (
+      f"sampler.cache_layout='auto' takes pages on a TPU, and slots here, so {', '.join(changed)} will have no effect."
+    )
+
+
+def _on_tpu() -> bool:
+  import jax  # only where the platform decides
+
+  return jax.local_devices()[0].platform == "tpu"
 
 
 def _rollouts(config: RunConfig) -> Iterator[str]:

@@ -13,10 +13,8 @@ from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.layout import Layout
 from sao_jax.sampler.cache_layout import make_programs
 from sao_jax.sampler.fixed_weights import Weights
-from sao_jax.sampler.page_prefill import PagedCall
-from sao_jax.sampler.page_programs import PagedDecodeCall
+from sao_jax.sampler.prefill import PrefillCall
 from sao_jax.sampler.programs import Programs
-from sao_jax.sampler.slot_programs import DecodeCall
 from sao_jax.sampler.state import EngineState, state_shardings
 from sao_jax.types import PyTree
 
@@ -44,12 +42,11 @@ class AbstractEngine:
     shapes = jax.eval_shape(self._programs.empty_state)
     place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     self.state: EngineState = jax.tree.map(place, shapes, state_shardings(shapes, layout))
+    # The largest call of each kind comes last. A dispatch that reads prompts as well stands for the prefill.
     calls = list(self._programs.idle_calls(prefixes=True))
-    is_decode = [isinstance(call, DecodeCall | PagedDecodeCall) for call in calls]
-
-    # The largest call of each kind comes last.
-    self._decode = [call for call, decodes in zip(calls, is_decode, strict=True) if decodes][-1]
-    self._prefill = [call for call, decodes in zip(calls, is_decode, strict=True) if not decodes][-1]
+    reads = [isinstance(call, PrefillCall) or getattr(call, "prompts", None) is not None for call in calls]
+    self._decode = [call for call, prefill in zip(calls, reads, strict=True) if not prefill][-1]
+    self._prefill = [call for call, prefill in zip(calls, reads, strict=True) if prefill][-1]
 
   def decode(self) -> jax.stages.Lowered:
     """Lowers a dispatch of all decode steps over all slots."""
@@ -57,17 +54,19 @@ class AbstractEngine:
     return self._lower(lambda weights, state: self._programs.decode(weights, state, self._decode, steps))
 
   def prefill(self) -> jax.stages.Lowered:
-    """Lowers the longest prefill, behind the longest prefix."""
-    return self._lower(lambda weights, state: self._programs.extend(weights, state, self._prefill))
+    """Lowers the longest prefill behind the longest prefix, or the dispatch that also reads a chunk of prompts."""
+    if isinstance(self._prefill, PrefillCall):
+      return self._lower(lambda weights, state: self._programs.extend(weights, state, self._prefill))
+    steps = self._config.sampler.decode_steps
+    return self._lower(lambda weights, state: self._programs.decode(weights, state, self._prefill, steps))
 
   def tokens(self, name: str) -> int:
     """Tokens that one run of "decode" or "prefill" samples or writes, on all devices."""
     sampler = self._config.sampler
     if name == "decode":
       return sampler.num_slots * sampler.decode_steps
-    # In pages, the sequences of a part of the mesh share a row; otherwise each has its own.
     call = self._prefill
-    return call.length * (len(call.pieces) if isinstance(call, PagedCall) else call.rows)
+    return call.rows * call.length if isinstance(call, PrefillCall) else call.prompts.token_ids.size
 
   def _lower(self, run: Any) -> jax.stages.Lowered:
     """Lowers `run(weights, state)`: what the host hands over is an argument of the program, and no constant of it."""

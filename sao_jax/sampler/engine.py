@@ -23,9 +23,8 @@ from sao_jax.parallel.params import Params, path_name
 from sao_jax.sampler import buckets
 from sao_jax.sampler.cache_layout import make_programs
 from sao_jax.sampler.fixed_weights import Weights
-from sao_jax.sampler.page_prefill import PagedCall
-from sao_jax.sampler.page_programs import PagedDecodeCall
-from sao_jax.sampler.prefill import Extension, PrefillCall
+from sao_jax.sampler.page_call import PagedCall
+from sao_jax.sampler.prefill import Extension, Piece, PrefillCall
 from sao_jax.sampler.sample_loop import DecodeOutputs
 from sao_jax.sampler.slot_programs import DecodeCall
 
@@ -38,11 +37,13 @@ class Dispatch:
     slots: the slot of each of the R rows; num_slots marks an unused row.
     version: the version of the parameters that it samples with.
     outputs: device arrays.
+    prefill: the experts of the prompts' tokens that it read as well, where they are recorded.
   """
 
   slots: Int[np.ndarray, " R"]
   version: int
   outputs: DecodeOutputs
+  prefill: Prefill | None = None
 
   def fetch(
     self,
@@ -60,10 +61,10 @@ class Dispatch:
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-  """One extend call of an engine that records experts, perhaps still running on the device."""
+  """The prompts that one call of an engine that records experts has read, perhaps still running on the device."""
 
   call: PrefillCall | PagedCall
-  routed_experts: jax.Array  # int16 [P, T, L, k]
+  routed_experts: jax.Array  # int16 [P, T, L, k], or of all tokens of a step [D, N, L, k]
 
   def fetch(self) -> Iterator[tuple[int, int, Int[np.ndarray, "n L k"]]]:
     """Waits, and yields slot, index in the context of the first token, and the experts of the tokens written."""
@@ -124,11 +125,16 @@ class Engine:
     """Slots per dispatch."""
     return self._programs.decode_batch
 
+  @property
+  def reads_prompts(self) -> bool:
+    """True if prompts are read in pieces by `decode`, False if `extend` reads them whole."""
+    return self._programs.reads_prompts
+
   def extend(self, extensions: Sequence[Extension], weights: Weights | None = None) -> list[Prefill]:
     """Writes the tokens and starts the turns: a prompt, the next turn of a trajectory, a prefill after a publish.
 
     A slot that was in use is taken over. Returns at once, with one `Prefill` for each call if experts are recorded.
-    `weights` take the place of the published ones.
+    `weights` take the place of the published ones. Where `reads_prompts`, `decode` does all this.
 
     Raises:
       ConfigError: tokens and budget do not fit into the cache; nothing is written then.
@@ -139,13 +145,29 @@ class Engine:
     prefills = [Prefill(call, self._extend(call, weights or self._weights)) for call in calls]
     return prefills if self.routed_shape else []
 
-  def decode(self, num_steps: int, lengths: Mapping[int, int], weights: Weights | None = None) -> Dispatch:
+  def take_pieces(self, waiting: Sequence[Piece]) -> list[Piece]:
+    """What the next `decode` may read of prompts, given the rest of each in order; nothing unless `reads_prompts`."""
+    return self._programs.take_pieces(waiting)
+
+  def decode(
+    self, num_steps: int, lengths: Mapping[int, int], weights: Weights | None = None, pieces: Sequence[Piece] = ()
+  ) -> Dispatch:
     """Starts up to `num_steps` ≤ decode_steps steps and returns at once; a slot stops by itself when its turn ends.
 
-    `lengths` names the slots to decode, at most `decode_batch`, and for each how many tokens it has written, at most.
-    `weights` take the place of the published ones.
+    Args:
+      num_steps: at least 1.
+      lengths: the slots to decode, at most `decode_batch`, and how many tokens each has written, at most. A slot whose
+        prompt ends in this call is one of them.
+      weights: take the place of the published ones.
+      pieces: of `take_pieces`; their tokens are written in the first step, as by `extend`.
+
+    Raises:
+      ConfigError: tokens and budget do not fit into the cache; nothing is written then.
     """
-    return self._decode(self._programs.plan_decode(lengths, num_steps), num_steps, weights or self._weights)
+    for piece in pieces:
+      piece.extension.check(self.config.context_length)
+    call = self._programs.plan_decode(lengths, num_steps, pieces)
+    return self._decode(call, num_steps, weights or self._weights)
 
   def reserve(self, slot: int, length: int) -> bool:
     """Makes sure that the slot has room for `length` tokens; False if other slots hold what it lacks.
@@ -201,17 +223,18 @@ class Engine:
     `prefixes=False` leaves out what only later turns, and prompts beyond the largest prefill bucket, need.
     """
     for call in self._programs.idle_calls(prefixes):
-      if isinstance(call, PrefillCall | PagedCall):
+      if isinstance(call, PrefillCall):
         self._extend(call, self._weights)
       else:
         self._decode(call, 0, self._weights)
 
-  def _decode(self, call: DecodeCall | PagedDecodeCall, num_steps: int, weights: Weights) -> Dispatch:
+  def _decode(self, call: DecodeCall | PagedCall, num_steps: int, weights: Weights) -> Dispatch:
     with self._compilation("decode", *call.shape):
-      self._state, outputs = self._programs.decode(weights, self._state, call, num_steps)
-    return Dispatch(slots=call.slots, version=weights.version, outputs=outputs)
+      self._state, outputs, experts = self._programs.decode(weights, self._state, call, num_steps)
+    prefill = None if experts is None else Prefill(call, experts)
+    return Dispatch(slots=call.slots, version=weights.version, outputs=outputs, prefill=prefill)
 
-  def _extend(self, call: PrefillCall | PagedCall, weights: Weights) -> jax.Array | None:
+  def _extend(self, call: PrefillCall, weights: Weights) -> jax.Array | None:
     with self._compilation("extend", *call.shape):
       self._state, routed_experts = self._programs.extend(weights, self._state, call)
     return routed_experts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -93,42 +93,64 @@ def decode_batch(
   )
 
 
-def prefill_batch(
-  starts: Int[Array, "D R"],
-  counts: Int[Array, "D R"],
-  page_indices: Int[Array, "D R p"],
-  length: int,
-  page_size: int,
-) -> tuple[PageBatch, Int[Array, "D T"]]:
-  """The first counts[d, r] ≥ 0 tokens behind starts[d, r] others, those of a pool one behind the other in a row.
+class FlatTokens(NamedTuple):
+  """The tokens of a call that also reads prompts, those of the R slots of a pool one behind the other in its row.
 
-  Rows without tokens come last. Returns the positions of the `length` tokens of each row as well.
+  A slot has its prompt's tokens, then its pending one if it is active; one that has neither takes a place all the same.
+
+  Attributes:
+    rows: the slot of every token, within its pool.
+    index: its number among those of its slot.
+    positions: of its context; 0 for padding.
+    last: the place of every slot's last token.
   """
-  # The row of every token, by the ends of the rows before it.
-  ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
-  token = jnp.arange(length, dtype=jnp.int32)
-  row = jax.vmap(lambda ends: jnp.searchsorted(ends, token, side="right").astype(jnp.int32))(ends)
-  real = row < counts.shape[1]
-  row = jnp.minimum(row, counts.shape[1] - 1)
+
+  rows: Int[Array, "D N"]
+  index: Int[Array, "D N"]
+  positions: Int[Array, "D N"]
+  last: Int[Array, "D R"]
+
+
+def mixed_batch(
+  starts: Int[Array, " S"],
+  counts: Int[Array, " S"],
+  active: Bool[Array, " S"],
+  table: Int[Array, "S p"],
+  num_tokens: int,
+  page_size: int,
+  layout: Layout,
+) -> tuple[PageBatch, FlatTokens]:
+  """For every slot counts[s] ≥ 0 tokens of a prompt behind starts[s] others, and the pending one if it is active.
+
+  `num_tokens` of each pool hold max(counts[s] + active[s], 1) for all of its slots.
+  """
+  # The slot of every token, by the ends of the slots before it.
+  pools = layout.shards("slots")
+  by_pool = lambda x: x.reshape(pools, -1, *x.shape[1:])
+  written = by_pool(counts + active)
+  taken = jnp.maximum(written, 1)
+  ends = jnp.cumsum(taken, axis=1, dtype=jnp.int32)
+  token = jnp.arange(num_tokens, dtype=jnp.int32)
+  rows = jax.vmap(lambda ends: jnp.searchsorted(ends, token, side="right").astype(jnp.int32))(ends)
+  rows = jnp.minimum(rows, ends.shape[1] - 1)
 
   # Its position, and from that its page.
-  take = lambda values: jnp.take_along_axis(values, row, axis=1)
-  positions = jnp.where(real, take(starts - (ends - counts)) + token, 0)
-  page = jax.vmap(lambda table, row, index: table[row, index])(page_indices, row, positions // page_size)
+  take = lambda values: jnp.take_along_axis(values, rows, axis=1)
+  index = token - take(ends - taken)
+  real = index < take(written)
+  positions = jnp.where(real, take(by_pool(starts)) + index, 0)
+  page = jax.vmap(lambda table, row, index: table[row, index])(by_pool(table), rows, positions // page_size)
 
-  # A pool without tokens has one sequence of one position all the same, which nobody reads.
-  used = jnp.sum(counts > 0, axis=1, dtype=jnp.int32)
-  kv_lens = jnp.maximum(starts + counts, 1)
-  ends = jnp.maximum(ends, (used == 0)[:, None])
+  # Each slot is a sequence with at least one query: an idle one reads one position, and nobody that.
   batch = PageBatch(
     pages=jnp.where(real, page, NOWHERE),
     offsets=positions % page_size,
-    kv_lens=kv_lens.reshape(-1),
-    page_indices=page_indices.reshape(-1, page_indices.shape[-1]),
+    kv_lens=jnp.where(counts + active > 0, starts + counts + active, 1),
+    page_indices=table,
     cu_q_lens=jnp.pad(ends, ((0, 0), (1, 0))).reshape(-1),
-    num_seqs=jnp.maximum(used, 1),
+    num_seqs=jnp.full((pools,), ends.shape[1], jnp.int32),
   )
-  return batch, positions
+  return batch, FlatTokens(rows, index, positions, ends - 1)
 
 
 def on_pools(fn: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -1,36 +1,25 @@
-"""The cache in pages, and its programs: a prefill of each length, and one decode, whatever the slots hold."""
+"""The cache in pages, and its program: whatever the slots hold, it decodes them, and reads a chunk of their prompts."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
 
 from sao_jax.errors import ConfigError
-from sao_jax.sampler import buckets, page_steps
+from sao_jax.sampler import page_steps
 from sao_jax.sampler.caches import empty_pages
 from sao_jax.sampler.fixed_weights import Weights
+from sao_jax.sampler.kernel_limits import check_kernel
+from sao_jax.sampler.page_batch import page_width
+from sao_jax.sampler.page_call import PagedCall, prompt_arrays, take_pieces
 from sao_jax.sampler.page_pool import PagePool
-from sao_jax.sampler.page_prefill import PagedCall, plan_paged_calls
-from sao_jax.sampler.prefill import Extension
+from sao_jax.sampler.prefill import Piece
 from sao_jax.sampler.programs import Sizes
 from sao_jax.sampler.sample_loop import DecodeOutputs
 from sao_jax.sampler.state import EngineState, empty_state
-
-
-@dataclasses.dataclass(frozen=True)
-class PagedDecodeCall:
-  """One decode call over all slots: the slot of each row, num_slots where it is left as it is."""
-
-  slots: Int[np.ndarray, " S"]
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """Static sizes of the program."""
-    return (len(self.slots),)
 
 
 class PagePrograms:
@@ -40,7 +29,7 @@ class PagePrograms:
     """`sizes` do not change afterwards.
 
     Raises:
-      ConfigError: the pages do not hold one context, or do not split over the mesh.
+      ConfigError: the pages do not hold one context, do not split over the mesh, or are none for a TPU's kernel.
     """
     self.sizes, config = sizes, sizes.sampler
     self._pools = sizes.layout.shards("slots")
@@ -60,16 +49,34 @@ class PagePrograms:
         f"{config.num_pages} pages hold no context of {config.context_length} tokens in each of {self._pools} parts.",
         f"use at least {self._pools * self._pages_per_slot}, or 0: as many as all slots need.",
       )
-
-    # The pools on the host, and the sizes of a prefill.
     self._pool = PagePool(config.num_slots, self._pages_per_slot, self._num_pages, config.page_size, self._pools)
-    self._lengths = buckets.prefill_buckets(config)
-    self._rows = min(config.prefill_batch, config.num_slots // self._pools)
+    self._check_kernel()
+
+  def _check_kernel(self) -> None:
+    # Latents are read without it.
+    sizes, layout = self.sizes, self.sizes.layout
+    if layout.platform != "tpu" or sizes.model.kv_lora_rank:
+      return
+    refused = check_kernel(
+      sizes.sampler.page_size,
+      self._pages_per_slot,
+      self._pool.slots_per_part,
+      kv_heads=sizes.model.num_kv_heads // layout.shards("kv_heads"),
+      width=page_width(sizes.model.head_dim, layout),
+      itemsize=jnp.dtype(sizes.cache_dtype).itemsize,
+    )
+    if refused is not None:
+      raise refused
 
   @property
   def decode_batch(self) -> int:
-    """Slots per decode call."""
+    """Slots per call."""
     return self.sizes.sampler.num_slots
+
+  @property
+  def reads_prompts(self) -> bool:
+    """True: calls of `decode` read prompts."""
+    return True
 
   def empty_state(self) -> EngineState:
     """The state of an engine that holds nothing."""
@@ -77,63 +84,55 @@ class PagePrograms:
     build = lambda: empty_pages(sizes.model, self._num_pages, sizes.sampler.page_size, sizes.cache_dtype, sizes.layout)
     return empty_state(build, sizes.sampler.num_slots, sizes.layout)
 
-  def plan_extend(self, extensions: Sequence[Extension]) -> Iterator[PagedCall]:
-    """The calls that write all extensions, for which their slots get pages.
+  def take_pieces(self, waiting: Sequence[Piece]) -> list[Piece]:
+    """What the next call reads of prompts, given the rest of each."""
+    return take_pieces(waiting, self._pool.slots_per_part, self.sizes.sampler.prefill_chunk)
 
-    Raises:
-      RuntimeError: there are none left; `reserve` tells beforehand.
-    """
-    for extension in extensions:
-      self._need(extension.slot, extension.start + len(extension.token_ids) - 1)
-    return plan_paged_calls(extensions, self._pool.slots_per_part, self._pools, self._lengths, self._rows)
-
-  def plan_decode(self, lengths: Mapping[int, int], num_steps: int) -> PagedDecodeCall:
+  def plan_decode(self, lengths: Mapping[int, int], num_steps: int, pieces: Sequence[Piece] = ()) -> PagedCall:
     """The call that decodes these slots, which hold so many tokens at most, and get pages for `num_steps` more.
 
+    It reads `pieces` first, which `take_pieces` has chosen.
+
     Raises:
-      RuntimeError: as for `plan_extend`.
+      RuntimeError: there are no pages left; `reserve` tells beforehand.
     """
-    # All slots are rows of the one program; those that are not named stay as they are.
     num_slots, capacity = self.sizes.sampler.num_slots, self.sizes.sampler.context_length
+    for piece in pieces:
+      self._need(piece.extension.slot, piece.start + piece.count)
     for slot, length in lengths.items():
       self._need(slot, min(length + num_steps, capacity))
-    slots = np.full((num_slots,), num_slots, np.int32)
-    members = np.fromiter(lengths, np.int32, len(lengths))
-    slots[members] = members
-    return PagedDecodeCall(slots)
 
-  def idle_calls(self, prefixes: bool) -> Iterator[PagedCall | PagedDecodeCall]:
+    # All slots are rows of the one program; those that are not named stay as they are.
+    chosen = np.zeros((num_slots,), np.bool_)
+    chosen[[*lengths, *(piece.extension.slot for piece in pieces)]] = True
+    return self._call(chosen, tuple(sorted(pieces, key=lambda piece: piece.extension.slot)), bool(pieces))
+
+  def idle_calls(self, prefixes: bool) -> Iterator[PagedCall]:
     """A call of every shape, which changes no slot."""
     del prefixes
-    yield PagedDecodeCall(np.full((self.decode_batch,), self.decode_batch, np.int32))
-    for length in self._lengths:
-      yield PagedCall([[] for _ in range(self._pools)], self._rows, length)
+    nothing = np.zeros((self.sizes.sampler.num_slots,), np.bool_)
+    yield self._call(nothing, (), reads_prompts=False)
+    yield self._call(nothing, (), reads_prompts=True)
 
-  def extend(self, weights: Weights, state: EngineState, call: PagedCall) -> tuple[EngineState, jax.Array | None]:
-    """Starts `page_steps.extend`."""
-    sizes = self.sizes
-    return page_steps.extend(
-      weights.params,
-      state,
-      *call.arrays(sizes.sampler.num_slots, self._pool.table),
-      config=sizes.model,
-      capacity=sizes.sampler.context_length,
-      keep_experts=sizes.keep_experts,
-      layout=sizes.layout,
-    )
+  def _call(self, chosen: np.ndarray, pieces: tuple[Piece, ...], reads_prompts: bool) -> PagedCall:
+    config, prompts = self.sizes.sampler, None
+    if reads_prompts:
+      prompts = prompt_arrays(pieces, config.num_slots, self._pools, config.prefill_chunk)
+    return PagedCall(chosen, self._pool.table.copy(), pieces, prompts)  # the host goes on to change the table
 
   def decode(
-    self, weights: Weights, state: EngineState, call: PagedDecodeCall, num_steps: int
-  ) -> tuple[EngineState, DecodeOutputs]:
-    """Starts `page_steps.decode`."""
+    self, weights: Weights, state: EngineState, call: PagedCall, num_steps: int
+  ) -> tuple[EngineState, DecodeOutputs, jax.Array | None]:
+    """Starts `page_steps.dispatch`."""
     sizes = self.sizes
-    return page_steps.decode(
+    return page_steps.dispatch(
       weights.params,
       state,
-      self._pool.table.copy(),  # the host goes on to change it while the call runs
+      call.table,
       weights.key,
-      call.slots < sizes.sampler.num_slots,
+      call.chosen,
       np.int32(num_steps),
+      call.prompts,
       config=sizes.model,
       rule=sizes.rule,
       max_steps=sizes.sampler.decode_steps,

@@ -138,14 +138,22 @@ def by_sequence(
     out = fn(*(x[:, None] for x in arrays), page_indices[sequence], limits[:, None])[:, 0]
     return keep(limits > 0, out, 0)
 
-  # Many queries: the pages of one sequence after the other are read once, for all queries.
-  def of_one(row: jax.Array) -> jax.Array:
-    own = jnp.where(sequence == row, limits, 0)
-    return fn(*(x[None] for x in arrays), page_indices[row][None], own[None])[0]
+  # Many queries: so does the last one of every sequence, of most of them the only one.
+  used = jnp.arange(kv_lens.shape[0], dtype=jnp.int32) < num_seqs[0]
+  last = jnp.where(used, cu_q_lens[1:] - 1, num_tokens)
+  of_last = fn(*(x[last][:, None] for x in arrays), page_indices, limits[last][:, None])[:, 0]
+  out = jnp.zeros((num_tokens, *of_last.shape[1:]), of_last.dtype).at[last].set(of_last, mode="drop")
 
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_one, jnp.int32(0)))
-  merge = lambda row, out: keep((sequence == row) & (limits > 0), of_one(row), out)
-  return jax.lax.fori_loop(0, num_seqs[0], merge, zeros)
+  # The pages of the others, one after the other, are read once for all queries.
+  several = used & (cu_q_lens[1:] - cu_q_lens[:-1] > 1)
+  order = jnp.argsort(~several, stable=True)
+
+  def of_one(index: jax.Array, out: jax.Array) -> jax.Array:
+    row = order[index]
+    own = jnp.where(sequence == row, limits, 0)
+    return keep(own > 0, fn(*(x[None] for x in arrays), page_indices[row][None], own[None])[0], out)
+
+  return jax.lax.fori_loop(0, jnp.sum(several, dtype=jnp.int32), of_one, out)
 
 
 def _readable(

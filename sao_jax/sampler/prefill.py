@@ -74,6 +74,13 @@ class Piece:
     """The tokens to write."""
     return self.extension.token_ids[self.offset : self.offset + self.count]
 
+  def split(self, count: int) -> tuple[Piece, Piece | None]:
+    """The first `count` tokens, and what is left."""
+    if count >= self.count:
+      return self, None
+    rest = dataclasses.replace(self, offset=self.offset + count, count=self.count - count)
+    return dataclasses.replace(self, count=count, last=False), rest
+
 
 @dataclasses.dataclass(frozen=True)
 class PrefillCall:
@@ -119,6 +126,11 @@ def set_fields(fields: SlotState, row: int, piece: Piece) -> None:
   fields.active[row], fields.budget[row] = piece.last and extension.budget > 0, extension.budget
   fields.stop_ids[row, : len(extension.stop_ids)] = extension.stop_ids
   fields.temperature[row] = extension.temperature
+
+
+def whole(extension: Extension) -> Piece:
+  """The one piece that writes all of an extension."""
+  return Piece(extension, 0, len(extension.token_ids) - 1, last=True)
 
 
 def cut(extension: Extension, longest: int) -> list[Piece]:

@@ -54,6 +54,7 @@ def sample_loop(
   capacity: int,
   keep_experts: bool,
   layout: Layout,
+  opened: tuple[Float[Array, "R D"], Int[Array, "L R k"] | None] | None = None,
 ) -> tuple[SlotState, Any, DecodeOutputs]:
   """Samples up to `num_steps` ≤ `max_steps` tokens in every active row; ends early when none is active.
 
@@ -70,6 +71,8 @@ def sample_loop(
     capacity: tokens of a context, at most.
     keep_experts: static; for models with experts.
     layout: static.
+    opened: hidden states of the rows' pending tokens, where something has read them already, and their experts: of the
+      first step, which is then always taken.
 
   Returns:
     The rows after the last step, the cache, and what was sampled.
@@ -84,6 +87,23 @@ def sample_loop(
     overflow=jnp.zeros(shape[1:], jnp.bool_),
     routed_experts=jnp.full((*shape, *config.routed_shape), -1, jnp.int16) if keep_experts else None,
   )
+
+  def sample(step: jax.Array, rows: SlotState, hidden: jax.Array, experts: jax.Array | None, outputs: DecodeOutputs):
+    # The next token becomes the pending one, where the row goes on.
+    logits = spread_rows(head_logits(params, config, hidden, layout), layout)
+    tokens, logprobs = sample_tokens(logits, uniforms[step], rows.temperature, rule)
+    rows, emitted = _advance(rows, tokens, capacity)
+
+    # What was sampled, and the experts that the token before it was routed to.
+    outputs = outputs.replace(
+      tokens=outputs.tokens.at[step].set(tokens),
+      logprobs=outputs.logprobs.at[step].set(logprobs),
+      emitted=outputs.emitted.at[step].set(emitted),
+    )
+    if keep_experts:
+      experts = jnp.moveaxis(experts, 0, 1).astype(jnp.int16)
+      outputs = outputs.replace(routed_experts=outputs.routed_experts.at[step].set(experts))
+    return rows, outputs
 
   # The loop ends with its last row: the number of steps need not be known when it is compiled.
   def unfinished(carry) -> jax.Array:
@@ -104,24 +124,15 @@ def sample_loop(
       layout=layout,
       in_place=True,
     )
-
-    # The next token becomes the pending one, where the row goes on.
-    logits = spread_rows(head_logits(params, config, hidden[:, 0], layout), layout)
-    tokens, logprobs = sample_tokens(logits, uniforms[step], rows.temperature, rule)
-    rows, emitted = _advance(rows, tokens, capacity)
-
-    # What was sampled, and the experts that the token before it was routed to.
-    outputs = outputs.replace(
-      tokens=outputs.tokens.at[step].set(tokens),
-      logprobs=outputs.logprobs.at[step].set(logprobs),
-      emitted=outputs.emitted.at[step].set(emitted),
-    )
-    if keep_experts:
-      experts = jnp.moveaxis(routed.experts[:, :, 0], 0, 1).astype(jnp.int16)
-      outputs = outputs.replace(routed_experts=outputs.routed_experts.at[step].set(experts))
+    experts = routed.experts[:, :, 0] if keep_experts else None
+    rows, outputs = sample(step, rows, hidden[:, 0], experts, outputs)
     return step + 1, rows, cache, outputs
 
-  _, last, cache, outputs = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), first, cache, outputs))
+  step, rows = jnp.int32(0), first
+  if opened is not None:
+    rows, outputs = sample(step, rows, *opened, outputs)
+    step += 1
+  _, last, cache, outputs = jax.lax.while_loop(unfinished, one_step, (step, rows, cache, outputs))
   return last, cache, outputs.replace(overflow=last.overflow)
 
 

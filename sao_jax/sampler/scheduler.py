@@ -14,38 +14,13 @@ import numpy as np
 
 from sao_jax.errors import ConfigError
 from sao_jax.parallel.params import Params
+from sao_jax.sampler.counters import Counters
+from sao_jax.sampler.dispatch_length import best_num_steps
 from sao_jax.sampler.engine import Dispatch, Engine, Prefill
+from sao_jax.sampler.prefill import whole
 from sao_jax.sampler.requests import GenerateRequest, SessionReleasedError, request_problem
 from sao_jax.sampler.session import OnDone, Session, Turn
 from sao_jax.sampler.slot_times import SlotTimes
-
-# Cost of starting a dispatch, in decode steps, for the choice of its length.
-_DISPATCH_OVERHEAD = 1.0
-
-
-@dataclasses.dataclass
-class Counters:
-  """Totals of a scheduler since its start.
-
-  Attributes:
-    dispatches: decode calls.
-    steps: decode steps in which at least one slot emitted a token.
-    sampled_tokens: tokens emitted.
-    prefilled_tokens: tokens written by prefills.
-    parked: sessions that lost their slot while their environment worked.
-    preempted: running turns that gave their slot up for lack of pages; they go on when there are some.
-    reprefilled: turns whose cache was recomputed after a publish.
-    publishes: sets of parameters taken over.
-  """
-
-  dispatches: int = 0
-  steps: int = 0
-  sampled_tokens: int = 0
-  prefilled_tokens: int = 0
-  parked: int = 0
-  preempted: int = 0
-  reprefilled: int = 0
-  publishes: int = 0
 
 
 class Started(NamedTuple):
@@ -68,6 +43,10 @@ class Scheduler:
   A tick takes what was submitted, applies the latest publish, fills free slots (a finished turn leaves its slot while
   the others go on), starts dispatches, and then reads those of the tick before: the device never waits for the host. A
   slot whose budget ends inside a dispatch is refilled without reading that dispatch first.
+
+  Where dispatches read prompts, each reads a chunk of those that wait, the oldest first, in the step that gives the
+  other turns their next token: nobody stands still for a long prompt. As long as prompts are waiting for the next
+  chunk, dispatches have that one step.
 
   A session that waits for its environment keeps its slot. When turns queue and no slot is free, the session that has
   waited longest is parked, if it has waited for `park_after` ticks or nothing is being decoded: its cache is given up,
@@ -101,10 +80,11 @@ class Scheduler:
     self._free = set(range(engine.config.num_slots))
     self._arrivals = itertools.count()  # numbers sessions in the order in which they got their slots
 
-    # A turn waits in one of three queues until it is decoded.
+    # A turn waits in one of three queues until it has a slot, then for its prompt to be read, then it is decoded.
     self._ready: list[Session] = []  # sessions that have their slot
     self._returning: collections.deque[Session] = collections.deque()  # parked sessions
     self._fresh: collections.deque[Session] = collections.deque()  # first turns
+    self._reading: list[Session] = []  # those with `unread` tokens
     self._decoding: list[Session] = []
 
     # Calls whose results are still on the device, oldest first.
@@ -240,7 +220,7 @@ class Scheduler:
     if session is None:
       return
     self._free_slot(session)
-    for queue in (self._ready, self._returning, self._fresh, self._decoding):
+    for queue in (self._ready, self._returning, self._fresh, self._reading, self._decoding):
       if session in queue:
         queue.remove(session)
     if session.turn is not None:
@@ -261,12 +241,14 @@ class Scheduler:
       outdated = [session for session in self._sessions.values() if session.weights is None]
       for session in outdated:
         session.written = 0  # a waiting session is prefilled when its next turn comes
-      running = [session for session in self._decoding if session.weights is None]
-      self._extend(running)
+      running = [session for session in (*self._reading, *self._decoding) if session.weights is None]
+      self._reading = [session for session in self._reading if session not in running]
+      self._decoding = [session for session in self._decoding if session not in running]
+      self._begin(running)
       self._counters.reprefilled += len(running)
 
   def _fill_slots(self) -> int:
-    """Starts turns in free slots and in those that they hold already; returns their number."""
+    """Starts turns in free slots and in those that they hold already; returns how many have their tokens read now."""
     # Turns in slots that they hold come first. One that gets no room waits with the parked ones.
     for session in sorted(self._ready, key=lambda session: session.arrival):
       self._reserve(session, self._first_length(session))
@@ -278,10 +260,9 @@ class Scheduler:
       self._ready.append(queue.popleft())
 
     # All turns that have a slot start together.
-    self._extend(self._ready)
-    self._decoding += self._ready
-    started, self._ready = len(self._ready), []
-    return started
+    started, self._ready = self._ready, []
+    self._begin(started)
+    return len(self._reading or started)
 
   def _take_slot(self, session: Session) -> bool:
     """Gives a session a slot with room for its tokens, for which waiting sessions may be parked."""
@@ -312,16 +293,16 @@ class Scheduler:
       elif self._started:
         self._read_started()  # turns may have ended; and who gives up its slot must have all of its tokens
       else:
-        running = [*self._decoding, *self._ready]
+        running = [*self._decoding, *self._reading, *self._ready]
         rivals = [other for other in running if self._engine.share_room(other.slot, session.slot)]
         self._preempt(max(rivals, key=lambda session: session.arrival))
 
   def _preempt(self, session: Session) -> None:
-    for running in (self._decoding, self._ready):
+    for running in (self._decoding, self._reading, self._ready):
       if session in running:
         running.remove(session)
     self._free_slot(session)
-    session.written = 0
+    session.written, session.unread = 0, None
     self._returning.appendleft(session)
     self._counters.preempted += 1
 
@@ -332,7 +313,15 @@ class Scheduler:
     waiting, all_slots = len(held.keys() - working), self._engine.config.num_slots
     self._slot_times.note(len(working) - prefilling, prefilling, waiting, free=all_slots - len(working) - waiting)
 
-  def _extend(self, sessions: list[Session]) -> None:
+  def _begin(self, sessions: list[Session]) -> None:
+    """Begins turns with the tokens that their slots lack: dispatches read them in pieces, or calls of their own do."""
+    if self._engine.reads_prompts:
+      for session in sessions:
+        session.unread = whole(session.extension())
+      self._reading += sessions
+      return
+
+    self._decoding += sessions
     for part in _by_weights(sessions):
       extensions = [session.extension() for session in part]
       self._counters.prefilled_tokens += sum(len(extension.token_ids) - 1 for extension in extensions)
@@ -345,7 +334,7 @@ class Scheduler:
     if not idle:
       return False
     session = min(idle, key=lambda session: session.idle_since)
-    if self._ticks - session.idle_since < self._park_after and (self._decoding or self._ready):
+    if self._ticks - session.idle_since < self._park_after and (self._decoding or self._reading or self._ready):
       return False
     self._park(session)
     return True
@@ -364,32 +353,45 @@ class Scheduler:
 
     A dispatch samples with one policy. Every turn gets room for its longest possible dispatch, the oldest first.
     """
-    for session in sorted(self._decoding, key=lambda session: session.arrival):
-      if session in self._decoding:
+    for session in sorted((*self._decoding, *self._reading), key=lambda session: session.arrival):
+      if session in self._decoding or session in self._reading:
         self._reserve(session, self._after_dispatch(session.written))
 
     self._decoding.sort(key=lambda session: session.written)
-    for sessions in _by_weights(self._decoding):
+    self._reading.sort(key=lambda session: session.arrival)
+    running = [*self._decoding, *self._reading]
+    for sessions in _by_weights(running):
       for first in range(0, len(sessions), self._engine.decode_batch):
         self._start_dispatch(sessions[first : first + self._engine.decode_batch])
-    self._decoding = [session for session in self._decoding if session.turn.steps_left]
+    self._decoding = [session for session in running if session.unread is None and session.turn.steps_left]
+    self._reading = [session for session in running if session.unread is not None]
 
   def _start_dispatch(self, sessions: list[Session]) -> None:
-    # As many steps as pay off, given how long each turn may still run.
-    steps_left = np.array([session.turn.steps_left for session in sessions], np.int32)
-    num_steps = best_num_steps(steps_left, self._engine.config.decode_steps)
-    lengths = {session.slot: session.written for session in sessions}
-    dispatch = self._engine.decode(num_steps, lengths, sessions[0].weights)
+    # A turn whose prompt ends in this dispatch is decoded by it.
+    by_slot = {session.slot: session for session in sessions}
+    pieces = self._engine.take_pieces([session.unread for session in sessions if session.unread is not None])
+    for piece in pieces:
+      session = by_slot[piece.extension.slot]
+      _, session.unread = session.unread.split(piece.count)
+      self._counters.prefilled_tokens += piece.count
+    decoding = [session for session in sessions if session.unread is None]
+
+    # As many steps as pay off, given how long each turn may still run; one if a prompt waits for the next dispatch.
+    steps_left = np.array([session.turn.steps_left for session in decoding], np.int32)
+    waits = len(decoding) < len(sessions)
+    num_steps = 1 if waits else best_num_steps(steps_left, self._engine.config.decode_steps)
+    lengths = {session.slot: session.written for session in decoding}
+    dispatch = self._engine.decode(num_steps, lengths, sessions[0].weights, pieces)
 
     # Remember the turn of each row: when the dispatch is read, its slot may hold another session.
-    by_slot = {session.slot: session for session in sessions}
-    rows = [(row, by_slot[slot], by_slot[slot].turn) for row, slot in enumerate(dispatch.slots) if slot in by_slot]
-    read = functools.partial(self._read_dispatch, dispatch, rows)
+    turns = {session.slot: (session, session.turn) for session in decoding}
+    rows = [(row, *turns[slot]) for row, slot in enumerate(dispatch.slots) if slot in turns]
+    read = functools.partial(self._read_dispatch, dispatch, rows, by_slot)
     self._started.append(Started(self._ticks, read, frozenset(by_slot)))
     self._counters.dispatches += 1
 
     # A turn that surely ends in this dispatch frees its slot before the dispatch is read.
-    for session in sessions:
+    for session in decoding:
       session.count_steps(num_steps)
       if not session.turn.steps_left and not session.turn.request.keep_slot:
         self._free_slot(session)
@@ -405,7 +407,11 @@ class Scheduler:
     for slot, start, experts in prefill.fetch():
       by_slot[slot].keep_experts(start, experts)
 
-  def _read_dispatch(self, dispatch: Dispatch, rows: list[tuple[int, Session, Turn]]) -> None:
+  def _read_dispatch(
+    self, dispatch: Dispatch, rows: list[tuple[int, Session, Turn]], by_slot: dict[int, Session]
+  ) -> None:
+    if dispatch.prefill is not None:
+      self._read_prefill(dispatch.prefill, by_slot)
     tokens, logprobs, emitted, overflow, experts = dispatch.fetch()
     if any(overflow[row] for row, _, _ in rows):
       raise RuntimeError("a slot overflowed its KV cache: the budgets of the scheduler and the engine disagree")
@@ -450,20 +456,6 @@ def _by_weights(sessions: Sequence[Session]) -> list[list[Session]]:
   for session in sessions:
     parts.setdefault(id(session.weights), []).append(session)
   return list(parts.values())
-
-
-def best_num_steps(steps_left: np.ndarray, max_steps: int, overhead: float = _DISPATCH_OVERHEAD) -> int:
-  """Returns the number of steps ≤ max_steps with the most tokens per time, given how long each turn may still run.
-
-  A long dispatch leaves slots idle whose turns end early in it; short ones pay the overhead (in steps) more often.
-
-  >>> best_num_steps(np.array([8, 8, 8]), max_steps=8), best_num_steps(np.array([2, 2, 8]), max_steps=8)
-  (8, 2)
-  """
-  steps = np.arange(1, max_steps + 1, dtype=np.int32)
-  useful = np.minimum(steps_left[:, None], steps).sum(axis=0)
-  rate = useful / (steps + overhead)
-  return int(max_steps - np.argmax(rate[::-1]))
 
 
 def _refusal(request: GenerateRequest, session: Session, total: int, engine: Engine) -> Exception | None:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sao_jax.sampler.fixed_weights import Weights
-from sao_jax.sampler.prefill import Extension
+from sao_jax.sampler.prefill import Extension, Piece
 from sao_jax.sampler.requests import Completion, GenerateRequest
 
 OnDone = Callable[[Completion | BaseException], None]
@@ -70,6 +70,7 @@ class Session:
     slot: index of the slot that holds its keys and values; None while it is queued, parked, or about to end.
     arrival: its number in the order in which sessions got their slots.
     written: upper bound on the tokens whose keys and values in the slot are valid; exact between turns.
+    unread: what no call has read yet of the tokens that begin the turn, where calls read them piece by piece.
     turn: the running request; None while the environment works.
     idle_since: the tick at which the last turn ended.
     num_routed: number of tokens of the context whose experts are known.
@@ -83,6 +84,7 @@ class Session:
   slot: int | None = None
   arrival: int = 0
   written: int = 0
+  unread: Piece | None = None
   turn: Turn | None = None
   idle_since: int = 0
   num_routed: int = 0

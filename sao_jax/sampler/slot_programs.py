@@ -12,7 +12,7 @@ from jaxtyping import Int
 from sao_jax.sampler import buckets, steps
 from sao_jax.sampler.caches import empty_cache
 from sao_jax.sampler.fixed_weights import Weights
-from sao_jax.sampler.prefill import Extension, PrefillCall, plan_calls
+from sao_jax.sampler.prefill import Extension, Piece, PrefillCall, plan_calls
 from sao_jax.sampler.programs import Sizes
 from sao_jax.sampler.sample_loop import DecodeOutputs
 from sao_jax.sampler.state import EngineState, empty_state
@@ -51,6 +51,11 @@ class SlotPrograms:
     """Slots per decode call."""
     return self._decode_batches[-1]
 
+  @property
+  def reads_prompts(self) -> bool:
+    """False: `extend` does, before `decode`."""
+    return False
+
   def empty_state(self) -> EngineState:
     """The state of an engine that holds nothing."""
     model, config = self.sizes.model, self.sizes.sampler
@@ -61,9 +66,13 @@ class SlotPrograms:
     """The calls that write all extensions."""
     return plan_calls(extensions, self._lengths, self._prefixes, self._prefill_batches)
 
-  def plan_decode(self, lengths: Mapping[int, int], num_steps: int) -> DecodeCall:
-    """The call that decodes these slots, which hold so many tokens at most."""
-    del num_steps
+  def take_pieces(self, waiting: Sequence[Piece]) -> list[Piece]:
+    """Nothing: no call of `decode` reads prompts."""
+    return []
+
+  def plan_decode(self, lengths: Mapping[int, int], num_steps: int, pieces: Sequence[Piece] = ()) -> DecodeCall:
+    """The call that decodes these slots, which hold so many tokens at most; there are no pieces."""
+    del num_steps, pieces
     num_slots = self.sizes.sampler.num_slots
     rows = buckets.smallest_bucket(self._decode_batches, len(lengths))
     slots = np.full((rows,), num_slots, np.int32)
@@ -95,9 +104,9 @@ class SlotPrograms:
 
   def decode(
     self, weights: Weights, state: EngineState, call: DecodeCall, num_steps: int
-  ) -> tuple[EngineState, DecodeOutputs]:
+  ) -> tuple[EngineState, DecodeOutputs, None]:
     """Starts `steps.decode`."""
-    return steps.decode(
+    state, outputs = steps.decode(
       weights.params,
       state,
       weights.key,
@@ -110,6 +119,7 @@ class SlotPrograms:
       keep_experts=self.sizes.keep_experts,
       layout=self.sizes.layout,
     )
+    return state, outputs, None
 
   def reserve(self, slot: int, length: int) -> bool:
     """True: a slot has room for a whole context."""

@@ -63,6 +63,8 @@ def test_nothing_is_hinted_at_in_what_is_shipped(config):
     ({"rollout.sampler_devices": 1}, "rollout.sampler_devices will have no effect"),
     ({"sampler.cache_layout": "slots", "sampler.num_pages": 99}, "sampler.num_pages will have no effect"),
     ({"sampler.cache_layout": "pages", "sampler.decode_batch": 8}, "sampler.decode_batch will have no effect"),
+    ({"sampler.cache_layout": "pages", "sampler.prefill_batch": 1}, "sampler.prefill_batch will have no effect"),
+    ({"sampler.page_size": 64, "sampler.prefill_chunk": 8}, "here, so sampler.page_size, sampler.prefill_chunk will"),
     (
       {"value_pretraining.heldout_fraction": 0.0, "value_pretraining.patience": 3},
       "value_pretraining.patience will have no effect",

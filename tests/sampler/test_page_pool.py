@@ -72,14 +72,16 @@ TURN = st.tuples(st.lists(st.integers(1, 90), max_size=6), st.integers(1, 9))
   publishes=st.sets(st.integers(0, 30), max_size=2),
   releases=st.sets(st.tuples(st.integers(0, 30), st.integers(0, 5)), max_size=2),
   kv_after_publish=st.sampled_from(["keep", "reprefill"]),
+  prefill_chunk=st.sampled_from([0, 2, 7, 40]),  # 0: prompts are read whole
 )
 def test_whatever_happens_every_turn_ends_once_with_the_tokens_of_its_rollout(
-  sessions, num_pages, publishes, releases, kv_after_publish
+  sessions, num_pages, publishes, releases, kv_after_publish, prefill_chunk
 ):
   """Few pages, several turns, publishes and releases; the engine checks what is reserved."""
   engine, scheduler = make(
-    4, 40, decode_steps=3, kv_after_publish=kv_after_publish, num_pages=num_pages, park_after=1, keep_experts=True
-  )
+    4, 40, decode_steps=3, kv_after_publish=kv_after_publish, num_pages=num_pages, park_after=1, keep_experts=True,
+    prefill_chunk=prefill_chunk,
+  )  # fmt: skip
   ids, rows, released, waiting = {}, {}, set(), []
 
   def start(index, turn):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from sao_jax.sampler import paged_attention
+from sao_jax.sampler.kernel_limits import check_kernel
 from sao_jax.sampler.paged_attention import ragged_paged_attention
 
 PAGE, PAGES, PER_SEQUENCE = 4, 24, 5
@@ -83,3 +84,21 @@ def test_the_reference_of_the_tpus_kernel_has_the_same_arguments_and_results():
   given = tuple(map(jnp.asarray, arguments(1, (5, 1), (9, 3), 6, 2, 1, 2)))
   expected = kernel.ref_ragged_paged_attention(*given, sm_scale=0.4)
   np.testing.assert_allclose(compiled()(*given), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "field", "words"),
+  [
+    ((128, 1024, 24, 4, 128, 2), None, ""),
+    ((16, 8192, 24, 4, 128, 2), None, ""),
+    ((4096, 32, 24, 4, 128, 2), None, ""),
+    ((8, 16384, 24, 4, 128, 2), "sampler.page_size", "use at least 16"),
+    ((16, 8192, 96, 4, 128, 2), "sampler.page_size", "use pages of 64 tokens or more"),
+    ((16384, 8, 4, 4, 128, 2), "sampler.page_size", "use at most 1024"),
+    ((128, 1024, 24, 3, 128, 2), "model.num_kv_heads", "sampler.mesh.tensor"),
+  ],
+)
+def test_sizes_that_the_kernel_does_not_take_are_refused_with_a_remedy(sizes, field, words):
+  """The first three, and what is refused for its table or its heads, were tried with the compiler for v5p."""
+  refused = check_kernel(*sizes)
+  assert (refused and refused.field) == field and words in str(refused)

@@ -30,12 +30,13 @@ from sao_jax.parallel.mesh import make_mesh
 from sao_jax.sampler import kv_pages, latent_pages, page_steps
 from sao_jax.sampler.cache_layout import choose_dtype, choose_layout, make_programs
 from sao_jax.sampler.engine import Engine
-from sao_jax.sampler.page_prefill import plan_paged_calls
-from sao_jax.sampler.prefill import Extension
+from sao_jax.sampler.page_call import PagedCall, prompt_arrays, take_pieces
+from sao_jax.sampler.prefill import Extension, whole
 from sao_jax.sampler.scheduler import Scheduler
 
-# Pages that divide neither the context nor a chunk; prompts of up to 24 tokens are cut, and short ones share a call.
-PAGES = dataclasses.replace(SMALL, cache_layout="pages", page_size=5, prefill_buckets=(8,), prefill_batch=3)
+# Pages that divide neither the context nor a chunk; prompts of up to 24 tokens are cut, and short ones share a chunk.
+PAGES = dataclasses.replace(SMALL, cache_layout="pages", page_size=5, prefill_chunk=8)
+WHOLE = dataclasses.replace(PAGES, prefill_chunk=64)  # all prompts are read at once
 
 
 def paged(model, config=PAGES, keep_experts=False, **kwargs):
@@ -61,8 +62,13 @@ LATENT = dataclasses.replace(
 
 
 @pytest.mark.parametrize("model", [MOE, LATENT], ids=["grouped", "latent"])
-def test_turns_parking_and_experts_are_those_of_slots(model):
-  """Prompts in pieces, several turns, five sessions on four slots, and the experts of every token."""
+def test_turns_parking_and_experts_are_those_of_slots(model, monkeypatch):
+  """Prompts in chunks, several turns, five sessions on four slots, and the experts of every token.
+
+  Pages are wider than what they hold, as on a TPU, whose lanes they fill.
+  """
+  for module in (kv_pages, latent_pages):
+    monkeypatch.setattr(module, "page_width", lambda width, layout: width + 3)
   expected, scheduler = (start(model, keep_experts=True, park_after=0) for start in (in_slots, paged))
   for records, delay in ((single_turns, 0), (multi_turns, 2)):
     assert_same(play(expected, records(), delay=delay), play(scheduler, records(), delay=delay))
@@ -75,36 +81,29 @@ def test_a_publish_in_the_middle_is_that_of_slots(kept):
     publish = lambda tick: scheduler.publish(params_of(DENSE, seed=9), 1) if tick == 0 else None
     return play(scheduler, [Record([(prompt(5 + i, i), 12), (prompt(3, i), 4)], i) for i in range(4)], publish)
 
-  config = dataclasses.replace(PAGES, kv_after_publish=kept)
+  config = dataclasses.replace(WHOLE, kv_after_publish=kept)
   slots = REPREFILL if kept == "reprefill" else SMALL
   assert_same(run(in_slots(DENSE, slots)), run(paged(DENSE, config)))
 
 
-def test_stop_ids_temperatures_and_few_pages():
+def test_stop_ids_temperatures_tiny_chunks_and_few_pages():
   """Twelve pages for four slots of ten: some turns give way, and nobody sees it."""
   records = lambda: [
     Record([(prompt(3 + i, i), 30), (prompt(2, i), 5)], i, temperature=0.4 * i, stop_ids=(7, 60)) for i in range(6)
   ]
-  expected, scheduler = in_slots(DENSE), paged(DENSE, dataclasses.replace(PAGES, num_pages=12))
+  expected, scheduler = in_slots(DENSE), paged(DENSE, dataclasses.replace(PAGES, num_pages=12, prefill_chunk=3))
   assert_same(play(expected, records()), play(scheduler, records()))
   assert scheduler.stats()["preempted"] > 0
   assert scheduler._engine.num_free_pages(0) == 12
 
 
 def test_latents_are_all_read_where_none_are_chosen():
-  everything = dataclasses.replace(LATENT, index_topk=0)
+  everything = dataclasses.replace(LATENT, index_topk=0, num_layers=1, indexer_types=())
   assert_same(play(in_slots(everything), multi_turns(3)), play(paged(everything), multi_turns(3)))
 
 
-@pytest.mark.parametrize("model", [DENSE, LATENT], ids=["grouped", "latent"])
-def test_pages_as_wide_as_the_lanes_of_a_tpu_hold_the_same(model, monkeypatch):
-  for module in (kv_pages, latent_pages):
-    monkeypatch.setattr(module, "page_width", lambda width, layout: width + -width % 16)
-  assert_same(play(in_slots(model), single_turns(3)), play(paged(model), single_turns(3)))
-
-
 def test_a_sequence_that_is_not_finite_leaves_its_pages_sound():
-  scheduler = paged(DENSE, dataclasses.replace(PAGES, num_pages=10))
+  scheduler = paged(DENSE, WHOLE)  # pages that were given back last are taken first
   expected = play(in_slots(DENSE), single_turns(2))
   broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params_of(DENSE))
   scheduler.publish(broken, 1)
@@ -114,30 +113,35 @@ def test_a_sequence_that_is_not_finite_leaves_its_pages_sound():
 
 
 def test_the_flag_of_the_device_trips_and_no_other_page_is_written():
-  engine = Engine(params_of(DENSE), DENSE, PAGES, seed=0)
-  engine.extend(
-    [Extension(2, 0, prompt(46, 0), rollout_id=0, budget=2), Extension(1, 0, prompt(9, 1), rollout_id=1, budget=0)]
+  engine = Engine(params_of(DENSE), DENSE, WHOLE, seed=0)
+  long, short = (
+    whole(Extension(slot, 0, prompt(length, slot), rollout_id=slot, budget=budget))
+    for slot, length, budget in ((2, 46, 2), (1, 9, 0))
   )
+  engine.decode(1, {2: 45}, pieces=engine.take_pieces([long, short]))
   slots = engine._state.slots
   engine._state = engine._state.replace(slots=slots.replace(budget=slots.budget.at[2].set(10)))  # a lying host
   before = np.asarray(engine._state.cache.kv)
-  _, _, emitted, overflow, _ = engine.decode(4, {2: 45}).fetch()
-  assert emitted[:, 2].tolist() == [True, True, False, False]
+  _, _, emitted, overflow, _ = engine.decode(4, {2: 46}).fetch()
+  assert emitted[:, 2].tolist() == [True, False, False, False]
   assert overflow.tolist() == [False, False, True, False]
   changed = np.argwhere(np.any(before != np.asarray(engine._state.cache.kv), axis=(2, 3)))
-  own = int(engine._programs._pool.table[2, 45 // 5])  # positions 45 ... 47, of both layers
-  assert changed.tolist() == [[own + layer * 40, offset] for layer in range(2) for offset in (0, 1, 2)]
+  own = int(engine._programs._pool.table[2, 45 // 5])  # positions 46 and 47, of both layers
+  assert changed.tolist() == [[own + layer * 40, offset] for layer in range(2) for offset in (1, 2)]
 
 
-@pytest.mark.parametrize("model", [MOE, LATENT], ids=["grouped", "latent"])
+TWO_LAYERS = dataclasses.replace(LATENT, num_layers=2, indexer_types=("full", "shared"))
+
+
+@pytest.mark.parametrize("model", [MOE, TWO_LAYERS], ids=["grouped", "latent"])
 def test_a_mesh_has_a_pool_for_each_part_of_its_slots(model):
   model = dataclasses.replace(model, vocab_size=64)
-  config = dataclasses.replace(PAGES, num_slots=8, num_pages=4 * 12)
-  mesh = make_mesh(MeshConfig(data=2, fsdp=1, expert=2, tensor=2), jax.devices()[:8])
+  config = dataclasses.replace(PAGES, num_slots=4, num_pages=2 * 20)
+  mesh = make_mesh(MeshConfig(data=1, fsdp=1, expert=2, tensor=2), jax.devices()[:4])
   sharded = jax.device_put(params_of(model), Layout(mesh, SAMPLER_RULES).param_shardings(param_specs(model)))
   engine = Engine(sharded, model, config, seed=0, mesh=mesh)
   first = jax.tree.leaves(engine._state.cache)[0]
-  own = (2 * 12, 5, 2, 8) if model.kv_lora_rank == 0 else (3 * 12, 5, 16)  # layers · pages, one of two key heads
+  own = (2 * 20, 5, 2, 8) if model.kv_lora_rank == 0 else (2 * 20, 5, 16)  # layers · pages, one of two key heads
   assert first.sharding.shard_shape(first.shape) == own
   expected = play(in_slots(model), multi_turns(6))
   for one, other in zip(expected, play(Scheduler(engine), multi_turns(6)), strict=True):
@@ -147,39 +151,49 @@ def test_a_mesh_has_a_pool_for_each_part_of_its_slots(model):
   assert after.sharding.is_equivalent_to(first.sharding, after.ndim)
 
 
-def test_two_programs_serve_everything_and_write_in_place():
-  engine = Engine(params_of(DENSE), DENSE, PAGES, seed=0)
+def test_one_program_with_prompts_and_one_without_serve_everything_and_write_in_place():
+  engine = Engine(params_of(DENSE), DENSE, WHOLE, seed=0)
+  before = page_steps.dispatch._cache_size()
   engine.warm_up()
-  compiled = page_steps.decode._cache_size(), page_steps.extend._cache_size()
+  compiled = page_steps.dispatch._cache_size()
+  assert compiled <= before + 2
   play(Scheduler(engine), single_turns(3) + multi_turns(3))
-  assert (page_steps.decode._cache_size(), page_steps.extend._cache_size()) == compiled
-  kv = engine._state.cache.kv
-  call = engine._programs.plan_decode({0: 8}, 4)
-  table = engine._programs._pool.table
-  program = page_steps.decode.lower(
-    engine.params, engine._state, table, jax.random.key(0), call.slots < 4, np.int32(4),
-    config=DENSE, rule=engine._programs.sizes.rule, max_steps=4, capacity=48, layout=engine._programs.sizes.layout,
-  ).compile()  # fmt: skip
-  shape = "f32[" + ",".join(map(str, kv.shape)) + "]"
-  assert not [line for line in program.as_text().splitlines() if "copy(" in line and f"= {shape}" in line]
-  assert program.memory_analysis().alias_size_in_bytes >= kv.nbytes
+  assert page_steps.dispatch._cache_size() == compiled
+  kv, shape = engine._state.cache.kv, "f32[" + ",".join(map(str, engine._state.cache.kv.shape)) + "]"
+  for call in engine._programs.idle_calls(prefixes=True):
+    program = page_steps.dispatch.lower(
+      engine.params, engine._state, call.table, jax.random.key(0), call.chosen, np.int32(4), call.prompts,
+      config=DENSE, rule=engine._programs.sizes.rule, max_steps=4, capacity=48, layout=engine._programs.sizes.layout,
+    ).compile()  # fmt: skip
+    assert not [line for line in program.as_text().splitlines() if "copy(" in line and f"= {shape}" in line]
+    assert program.memory_analysis().alias_size_in_bytes >= kv.nbytes
 
 
 def test_calls_hold_all_tokens_in_order_and_no_more_than_they_may():
-  sizes = {0: 19, 1: 1, 2: 3, 3: 9, 5: 1}  # slots 0-3 and 4-7 have pools of their own
-  extensions = [Extension(slot, 0, list(range(size)), rollout_id=slot, budget=1) for slot, size in sizes.items()]
-  written = {slot: [] for slot in sizes}
-  for call in plan_paged_calls(extensions, slots_per_pool=4, num_pools=2, lengths=(4, 8), rows=2):
-    _, token_ids, counts, slots, fields = call.arrays(8, np.zeros((8, 3), np.int32))
-    assert token_ids.shape[1] in (4, 8) and counts.sum(axis=1).max() <= token_ids.shape[1]
-    assert all(not any(later > 0 for later in row[i:]) for row in counts for i in range(2) if not row[i])
+  sizes = {5: 1, 0: 19, 1: 1, 2: 3, 3: 9}  # slots 0-3 and 4-7 have pools of their own
+  waiting = {slot: whole(Extension(slot, 0, list(range(size)), slot, budget=1)) for slot, size in sizes.items()}
+  written, calls = {slot: [] for slot in sizes}, 0
+  while waiting:
+    pieces = take_pieces(list(waiting.values()), slots_per_pool=4, chunk=8)
+    for piece in pieces:
+      _, waiting[piece.extension.slot] = waiting[piece.extension.slot].split(piece.count)
+    waiting = {slot: rest for slot, rest in waiting.items() if rest is not None}
+    pieces = tuple(sorted(pieces, key=lambda piece: piece.extension.slot))
+    prompts = prompt_arrays(pieces, num_slots=8, num_pools=2, chunk=8)
+    assert prompts.counts.reshape(2, 4).sum(axis=1).max() <= 8
+    call = PagedCall(prompts.given, np.zeros((8, 3), np.int32), pieces, prompts)
+
+    # The tokens of a pool's first step: of each slot those of its prompt, then the pending one.
+    step = np.full((2, 8 + 4), -1)
     for piece, pool, tokens in call.written():
-      slot = piece.extension.slot
-      assert pool == slot // 4 and piece.start == len(written[slot])
-      written[slot] += token_ids[pool, tokens].tolist()
-    starting = slots.reshape(-1)[fields.active]
-    assert all(len(written[slot]) == sizes[slot] - 1 for slot in starting)
-  assert written == {slot: list(range(size - 1)) for slot, size in sizes.items()}
+      assert pool == piece.extension.slot // 4 and piece.start == len(written[piece.extension.slot])
+      assert (step[pool, tokens] == -1).all()
+      step[pool, tokens] = piece.token_ids
+      written[piece.extension.slot] += piece.token_ids
+    for slot in np.flatnonzero(prompts.fields.active):
+      assert len(written[slot]) == sizes[slot] - 1
+    calls += 1
+  assert written == {slot: list(range(size - 1)) for slot, size in sizes.items()} and calls == 4
 
 
 def test_pages_that_hold_no_context_are_refused():

@@ -10,8 +10,9 @@ import pytest
 from toys.sampler_fakes import answer, drain, generate, make, request
 
 from sao_jax.errors import ConfigError
+from sao_jax.sampler.dispatch_length import best_num_steps
 from sao_jax.sampler.fixed_weights import Weights
-from sao_jax.sampler.scheduler import best_num_steps
+from sao_jax.sampler.requests import SessionReleasedError
 
 
 def test_finished_slots_are_refilled_while_others_go_on():
@@ -161,8 +162,8 @@ def test_overflow_is_an_error():  # L10: the flag of the device reaches the host
   engine, scheduler = make()
   decode = engine.decode
 
-  def overflowing(num_steps, lengths, weights):
-    dispatch = decode(num_steps, lengths, weights)
+  def overflowing(num_steps, lengths, *others):
+    dispatch = decode(num_steps, lengths, *others)
     return dataclasses.replace(dispatch, arrays=(*dispatch.arrays[:3], np.ones(len(lengths), bool), None))
 
   engine.decode = overflowing
@@ -218,3 +219,60 @@ def test_a_session_keeps_its_own_weights_in_dispatches_of_their_own_while_others
     decodes = [(slots, version) for kind, *rest in engine.log if kind == "decode" for _, slots, version in [rest]]
     assert {slots for slots, version in decodes if version == 7} == {(1, 3)}
     assert {slots for slots, version in decodes if version != 7} == {(0, 2)}
+
+
+def test_a_long_prompt_is_read_in_chunks_while_others_decode():
+  engine, scheduler = make(num_slots=3, decode_steps=4, prefill_chunk=8, keep_experts=True)
+  results, long = {}, tuple(range(30))
+  scheduler.submit(request(0, (1, 2, 3), 20), functools.partial(results.__setitem__, 0))
+  scheduler.tick()
+  scheduler.submit(request(1, long, 4), functools.partial(results.__setitem__, 1))
+  scheduler.submit(request(2, (5, 6), 2), functools.partial(results.__setitem__, 2))
+  drain(scheduler)
+  ticks, pieces = [], []
+  for entry in engine.log:
+    if entry[0] == "extend":
+      pieces.append((entry[1], entry[3] - 1))
+    else:
+      ticks.append((pieces, *entry[1:3]))
+      pieces = []
+
+  # The one that decodes gets a token with every chunk; whoever came last has its turn behind those before it.
+  assert ticks[:6] == [
+    ([(0, 2)], 4, (0,)),
+    ([(1, 8)], 1, (0,)),
+    ([(1, 8)], 1, (0,)),
+    ([(1, 8)], 1, (0,)),
+    ([(1, 5), (2, 1)], 4, (0, 1, 2)),
+    ([], 4, (0,)),
+  ]
+  for session, tokens, count in ((0, (1, 2, 3), 20), (1, long, 4), (2, (5, 6), 2)):
+    assert results[session].token_ids.tolist() == answer(tokens, session, count)
+    read = [*tokens, *results[session].token_ids.tolist()][:-1]
+    assert results[session].routed_experts[:, 0].tolist() == [[i, token, 0] for i, token in enumerate(read)]
+  assert scheduler.stats()["prefilled_tokens"] == 2 + 29 + 1
+
+
+@pytest.mark.parametrize("kept", ["keep", "reprefill"])
+def test_a_publish_amid_a_prompt_begins_it_anew_where_caches_are_recomputed(kept):
+  engine, scheduler = make(num_slots=1, prefill_chunk=8, kv_after_publish=kept)
+  results = []
+  scheduler.submit(request(0, range(20), 3), results.append)
+  scheduler.tick()
+  scheduler.publish(None, 1)
+  drain(scheduler)
+  starts = [entry[2] for entry in engine.log if entry[0] == "extend"]
+  assert starts == ([0, 8, 16] if kept == "keep" else [0, 0, 8, 16])
+  assert results[0].token_ids.tolist() == answer(range(20), 0, 3, version=1)
+  assert scheduler.stats()["reprefilled"] == (kept == "reprefill")
+
+
+def test_a_session_that_is_released_amid_its_prompt_leaves_nothing_behind():
+  engine, scheduler = make(num_slots=1, context_length=32, num_pages=8, prefill_chunk=4)
+  results = []
+  scheduler.submit(request(0, range(20), 3), results.append)
+  scheduler.tick()
+  scheduler.release(0)
+  drain(scheduler)
+  assert isinstance(results[0], SessionReleasedError) and engine.pool.num_free(0) == 8
+  assert generate(scheduler, request(1, (4, 5), 3)).token_ids.tolist() == answer((4, 5), 1, 3)

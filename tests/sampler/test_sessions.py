@@ -135,6 +135,7 @@ def test_any_mixture_of_turns_gets_its_tokens(data):
     decode_batch=draw(st.integers(1, 3)),
     kv_after_publish=draw(st.sampled_from(["keep", "reprefill"])),
     park_after=draw(st.integers(0, 3)),
+    prefill_chunk=draw(st.sampled_from([0, 1, 3, 8])),  # 0: prompts are read whole
   )
   turns = {i: draw(st.integers(1, 3)) for i in range(draw(st.integers(1, 6)))}
   ids: dict[int, list[int]] = {i: [] for i in turns}

@@ -46,7 +46,7 @@ def tiny_run(model: ModelConfig, mesh: MeshConfig, **sampler: int) -> RunConfig:
     algorithm=AlgorithmConfig(logprob_chunk=128),
     mesh=mesh,
     sampler=SamplerConfig(
-      **({"num_slots": 16, "context_length": LENGTH, "prefill_buckets": (128,), "cache_dtype": "bfloat16"} | sampler)
+      **({"num_slots": 16, "context_length": LENGTH, "prefill_chunk": 128, "cache_dtype": "bfloat16"} | sampler)
     ),
     rollout=RolloutConfig(batch_size=16, row_lengths=(LENGTH,), row_counts=(16,), max_turns=2, max_tokens=64),
   )

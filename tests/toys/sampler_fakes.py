@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from sao_jax.config import SamplerConfig
+from sao_jax.sampler.page_call import take_pieces
 from sao_jax.sampler.page_pool import PagePool
-from sao_jax.sampler.prefill import Extension
+from sao_jax.sampler.prefill import Extension, Piece, whole
 from sao_jax.sampler.requests import GenerateRequest
 from sao_jax.sampler.scheduler import Scheduler
 
@@ -49,6 +50,7 @@ class FakeDispatch:
   slots: np.ndarray
   version: int
   arrays: tuple[np.ndarray, ...]
+  prefill: FakePrefill | None = None
 
   def fetch(self):
     return self.arrays
@@ -65,16 +67,19 @@ class FakePrefill:
 class FakeEngine:
   """Same interface as `Engine`. A test may set `broken`: the exception that the next decode raises.
 
+  With `reads_prompts` it is one whose dispatches read prompts in pieces.
+
   The "experts" of a token, where they are recorded, are its index, itself and the version that read it.
   """
 
-  def __init__(self, config: SamplerConfig, version: int = 0, keep_experts: bool = False):
+  def __init__(self, config: SamplerConfig, version: int = 0, keep_experts: bool = False, reads_prompts: bool = False):
     self.config, self.version, self.vocab_size = config, version, 1000
     self.slots = [FakeSlot() for _ in range(config.num_slots)]
     self.broken: BaseException | None = None
     self.compiling = False
     self.log: list[tuple] = []
-    self.decode_batch = config.decode_batch
+    self.decode_batch = config.num_slots if reads_prompts else config.decode_batch
+    self.reads_prompts = reads_prompts
     self.routed_shape = (1, 3) if keep_experts else None
     self.pool = None
     if config.num_pages:
@@ -105,26 +110,37 @@ class FakeEngine:
     assert self.pool is None or length <= self.reserved[slot], "nobody has reserved the pages"
 
   def extend(self, extensions: Sequence[Extension], weights=None) -> list[FakePrefill]:
-    assert len({extension.slot for extension in extensions}) == len(extensions)
-    prefills = []
-    for e in extensions:
-      e.check(self.config.context_length)
-      self.check_reserved(e.slot, e.start + len(e.token_ids) - 1)
-      slot = self.slots[e.slot]
-      assert e.start <= len(slot.held), "a gap in the cache"
-      slot.held = slot.held[: e.start] + list(e.token_ids[:-1])
-      slot.pending, slot.rollout_id, slot.budget = e.token_ids[-1], e.rollout_id, e.budget
-      slot.stop_ids, slot.active = e.stop_ids, e.budget > 0
-      self.log.append(("extend", e.slot, e.start, len(e.token_ids), e.rollout_id))
-      rows = [[(index, token, self.version)] for index, token in enumerate(slot.held[e.start :], e.start)]
-      prefills.append(FakePrefill([(e.slot, e.start, np.array(rows, np.int16).reshape(-1, 1, 3))]))
+    assert not self.reads_prompts
+    prefills = self.write([whole(extension) for extension in extensions], self.version)
     return prefills if self.routed_shape else []
 
-  def decode(self, num_steps: int, lengths: Mapping[int, int], weights=None) -> FakeDispatch:
+  def take_pieces(self, waiting: Sequence[Piece]) -> list[Piece]:
+    return take_pieces(waiting, self.config.num_slots, self.config.prefill_chunk) if self.reads_prompts else []
+
+  def write(self, pieces: Sequence[Piece], version: int) -> list[FakePrefill]:
+    assert len({piece.extension.slot for piece in pieces}) == len(pieces)
+    prefills = []
+    for piece in pieces:
+      e, start = piece.extension, piece.start
+      e.check(self.config.context_length)
+      self.check_reserved(e.slot, start + piece.count)
+      slot = self.slots[e.slot]
+      assert start <= len(slot.held), "a gap in the cache"
+      slot.held = slot.held[:start] + list(piece.token_ids)
+      slot.pending, slot.rollout_id, slot.budget = e.token_ids[-1], e.rollout_id, e.budget
+      slot.stop_ids, slot.active = e.stop_ids, piece.last and e.budget > 0
+      self.log.append(("extend", e.slot, start, piece.count + 1, e.rollout_id))
+      rows = [[(index, token, version)] for index, token in enumerate(slot.held[start:], start)]
+      prefills.append(FakePrefill([(e.slot, start, np.array(rows, np.int16).reshape(-1, 1, 3))]))
+    return prefills
+
+  def decode(self, num_steps: int, lengths: Mapping[int, int], weights=None, pieces=()) -> FakeDispatch:
     if self.broken is not None:
       raise self.broken
-    assert 1 <= num_steps <= self.config.decode_steps and 1 <= len(lengths) <= self.decode_batch
+    assert 1 <= num_steps <= self.config.decode_steps and len(lengths) <= self.decode_batch
+    assert lengths or pieces, "a dispatch without work"
     version = self.version if weights is None else weights.version
+    read = [row for prefill in self.write(pieces, version) for row in prefill.fetch()]
     shape = (self.config.decode_steps, len(lengths))
     tokens, emitted = np.zeros(shape, np.int32), np.zeros(shape, bool)
     experts = np.full((*shape, 1, 3), -1, np.int16)
@@ -143,7 +159,8 @@ class FakeEngine:
     self.log.append(("decode", num_steps, tuple(lengths), version))
     logprobs = np.where(emitted, -tokens / VOCAB, 0).astype(np.float32)
     arrays = (tokens, logprobs, emitted, np.zeros(shape[1], bool), experts if self.routed_shape else None)
-    return FakeDispatch(np.array(list(lengths), np.int32), version, arrays)
+    prefill = FakePrefill(read) if self.routed_shape and pieces else None
+    return FakeDispatch(np.array(list(lengths), np.int32), version, arrays, prefill)
 
   def check_params(self, params) -> None:
     del params
@@ -163,6 +180,7 @@ def make(
   keep_experts=False,
   num_pages=0,
   page_size=4,
+  prefill_chunk=0,
   **kwargs,
 ):
   config = SamplerConfig(
@@ -173,8 +191,9 @@ def make(
     kv_after_publish=kv_after_publish,
     num_pages=num_pages,
     page_size=page_size,
+    prefill_chunk=prefill_chunk or 1,
   )
-  engine = FakeEngine(config, keep_experts=keep_experts)
+  engine = FakeEngine(config, keep_experts=keep_experts, reads_prompts=prefill_chunk > 0)
   return engine, Scheduler(engine, **kwargs)
 
 

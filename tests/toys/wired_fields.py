@@ -181,6 +181,7 @@ FIELDS = {
   "sampler.decode_batch": Field(4, engine("decode_batch")),
   "sampler.prefill_buckets": Field((16,), engine("prefill_buckets")),
   "sampler.prefill_batch": Field(3, engine("prefill_batch")),
+  "sampler.prefill_chunk": Field(40, engine("prefill_chunk")),
   "sampler.window_buckets": Field((24,), engine("window_buckets")),
   "sampler.temperature": Field(
     0.9,

@@ -119,26 +119,29 @@ def run(
   raise AssertionError("absl ends the program")
 
 
-def run_tool(main: Callable[[], Any], *, example: str) -> NoReturn:
+def run_tool(main: Callable[[], Any], *, example: str, joins: bool = False) -> NoReturn:
   """Runs a program without a configuration: its own flags, and the errors, help and statuses of `run`; never returns.
 
-  `example` is a flag of it, to show how flags are written.
+  `example` is a flag of it, to show how flags are written. With `joins` it may take several processes, if flags or
+  variables say so.
   """
   app.define_help_flags()
+  if joins:
+    define_flags(flags.FLAGS)
   try:
     if _asks_for_help(sys.argv):
       _show_help(sys.argv[:1], flags.FLAGS)
     read_flags(sys.argv, flags.FLAGS, example)
+    place = joining_of(flags.FLAGS) if joins else None
   except ConfigError as error:
     refuse(error)
 
   def start(_: Sequence[str]) -> None:
     set_up_logging()
     try:
-      main()
-    except ConfigError as error:
-      refuse(error)
-    except OSError as error:
+      with joined(place, _said) if place else contextlib.nullcontext():
+        main()
+    except (ConfigError, RunError, OSError) as error:
       status = _said(error)
       if status is None:
         raise
@@ -281,7 +284,7 @@ def check_writable(workdir: str) -> None:
   """Creates `workdir` and a file in it; raises ConfigError when that is not permitted."""
   remedy = "Pass a --workdir on a mounted file system where you may write, as in --workdir=runs/a."
   if in_bucket(workdir):
-    _check_bucket(workdir)
+    _check_bucket(workdir, "--workdir")
     return
   if "://" in workdir:
     raise ConfigError("--workdir", f"{workdir} is a remote address.", f"{remedy} Or one in a bucket, gs://BUCKET/DIR.")
@@ -293,20 +296,23 @@ def check_writable(workdir: str) -> None:
     raise ConfigError("--workdir", f"cannot write to {workdir}: {error.strerror}.", remedy) from error
 
 
-def _check_bucket(workdir: str) -> None:
+def _check_bucket(folder: str, field: str) -> None:
   """Writes an object and removes it; raises ConfigError when that is not permitted, or there is no such bucket."""
-  check_readable(located(workdir), "--workdir")
-  probe = located(workdir) / f".{socket.gethostname()}.{os.getpid()}"
+  check_readable(located(folder), field)
+  probe = located(folder) / f".{socket.gethostname()}.{os.getpid()}"
   try:
     probe.write_bytes(b"")
     probe.unlink()
   except Exception as error:  # of gcsfs, the library that it uses, or the network
     remedy = "Name a bucket that this machine may write to; gcloud auth application-default login says who you are."
-    raise ConfigError("--workdir", f"cannot write to {workdir}: {error!r:.300}.", remedy) from error
+    raise ConfigError(field, f"cannot write to {folder}: {error!r:.300}.", remedy) from error
 
 
 def check_output(path: str) -> None:
   """Refuses an --output that cannot be made, before any work. Raises ConfigError."""
+  if in_bucket(path):
+    _check_bucket(path, "--output")
+    return
   parent = expand(path).parent
   try:
     parent.mkdir(parents=True, exist_ok=True)

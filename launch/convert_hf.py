@@ -34,4 +34,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  _flags.run_tool(main, example="--output=models/a")
+  _flags.run_tool(main, example="--output=models/a", joins=True)

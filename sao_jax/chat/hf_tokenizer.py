@@ -46,7 +46,7 @@ class HFTokenizer:
       ConfigError: when the package or a file is missing, or the tokenizer cannot be used turn by turn.
     """
     # The folder's files; tokenizer_config.json has the last word.
-    self.folder = pathlib.Path(os.path.expanduser(folder))
+    self.folder = _located(folder)
     declared = read_json(self.folder / "tokenizer.json", "Save it with a fast tokenizer's `save_pretrained`.")
     settings = {
       **read_json(self.folder / "special_tokens_map.json"),
@@ -205,6 +205,15 @@ class HFTokenizer:
         f"Plain text produces the control tokens {forged} of {self.folder}.",
         "Use a tokenizer whose control tokens are added tokens only.",
       )
+
+
+def _located(folder: str | os.PathLike[str]) -> pathlib.Path:
+  """A folder on a disk, or the address of one in a bucket (gs://), whose few small files are read in place."""
+  if not os.fspath(folder).startswith("gs://"):
+    return pathlib.Path(os.path.expanduser(folder))
+  from etils import epath
+
+  return epath.Path(folder)
 
 
 def read_json(path: pathlib.Path, remedy: str | None = None) -> dict[str, Any]:

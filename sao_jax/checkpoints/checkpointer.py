@@ -362,6 +362,7 @@ def load_params(
   *,
   step: int | None = None,
   optional: str | None = None,
+  shardings: Callable[[str], jax.sharding.Sharding] | None = None,
 ) -> PyTree:
   """Loads one network's parameters from a checkpoint directory, as a start for another run (`model.checkpoint`).
 
@@ -372,6 +373,7 @@ def load_params(
       without any device of the shardings gets it back.
     step: the step of the checkpoint; by default the newest.
     optional: a name at the top of `abstract` that may be absent from the checkpoint, and then is from the result.
+    shardings: of each parameter by its name, where there is no `abstract`; None puts all on the first device.
 
   Raises:
     ConfigError: there is no such checkpoint or network, or it is of another model.
@@ -386,7 +388,8 @@ def load_params(
       steps = [found for found in manager.all_steps() if step in (None, found)]
       try:
         if steps:
-          return _read_network(manager, max(steps), which, abstract, f"{directory}, step {max(steps)}", optional)
+          where = f"{directory}, step {max(steps)}"
+          return _read_network(manager, max(steps), which, abstract, where, optional, shardings)
       except ConfigError:
         raise
       except _UNREADABLE as error:
@@ -420,12 +423,15 @@ def _read_network(
   abstract: PyTree | None,
   where: str,
   optional: str | None = None,
+  shardings: Callable[[str], jax.sharding.Sharding] | None = None,
 ) -> PyTree:
   stored = _stored_leaves(manager, step).get(which)
   if stored is None:
     raise ConfigError("model.checkpoint", f"there is no {which} in {where}.", "Name a run that trained one.")
   if optional and abstract is not None and not any(name.startswith(f"{optional}/") for name in stored):
     abstract = {name: tree for name, tree in abstract.items() if name != optional}
+  if shardings is not None:
+    stored = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings(name)) for name, x in stored.items()}
   leaves = stored if abstract is None else flatten(abstract)
   check_same_leaves(stored, leaves, which, where, same_dtype=False)
   arguments = ElsewhereRestore() if _is_elsewhere(abstract) else _restore_args(leaves)

@@ -7,17 +7,18 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 from absl import logging
+from jax.sharding import Mesh, Sharding
 
 from sao_jax.checkpoints.checkpointer import Checkpointer, load_params
 from sao_jax.checkpoints.state_tree import check_same_leaves, flatten
-from sao_jax.config import ModelConfig
+from sao_jax.config import MeshConfig, ModelConfig
 from sao_jax.configuration import config_tree
-from sao_jax.configuration.paths import check_storable, expand
+from sao_jax.configuration.paths import check_storable, expand, in_bucket, located
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import CONFIG, SINGLE, HFFolder
 from sao_jax.huggingface.load import import_policy
@@ -27,6 +28,9 @@ from sao_jax.huggingface.save import TOKENIZER_FILES, copied_tensors, export_cri
 from sao_jax.models.critic import critic_specs
 from sao_jax.models.lora import merge_lora
 from sao_jax.models.transformer import param_specs
+from sao_jax.parallel.agreement import all_processes
+from sao_jax.parallel.layout import Layout
+from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
 from sao_jax.parallel.params import abstract_params
 
 RUN_CONFIG = "config.json"  # the file in a workdir that holds the run's configuration
@@ -57,28 +61,33 @@ def to_checkpoint(folder: str | os.PathLike, directory: str | os.PathLike, *, dt
   ...   HFFolder(back).model_config() == model == config
   True
   """
-  source, target = HFFolder(folder), expand(directory)
+  source, target, processes = HFFolder(folder), expand(directory), all_processes()
   check_storable(target, "--output")
-  if target.is_dir() and any(target.iterdir()):
+  occupied = target.is_dir() and any(target.iterdir())
+  if processes.any("a folder that is not empty", occupied):
     raise ConfigError("--output", f"{target} is not empty.", "Name a new directory.")
   model = source.model_config(ModelConfig(param_dtype=dtype))
-  params = import_policy(folder, model)
+  with processes.busy():
+    params = import_policy(folder, model, _mesh_of_all())
 
-  # A checkpoint of step 0 with the policy alone, under a temporary name.
-  unfinished = target.with_name(f"{target.name}.unfinished")
-  shutil.rmtree(unfinished, ignore_errors=True)
+  # Under a temporary name; in a bucket, where nothing can be renamed, the checkpoint comes last, and is whole or none.
+  unfinished = target if in_bucket(target) else target.with_name(f"{target.name}.unfinished")
+  if processes.is_writer and unfinished != target:
+    shutil.rmtree(unfinished, ignore_errors=True)
+  base = unfinished / HF_SUBFOLDER
+  if processes.is_writer:
+    base.mkdir(parents=True)
+    for name in (CONFIG, *TOKENIZER_FILES):
+      if (source.path / name).is_file():
+        (base / name).write_bytes((source.path / name).read_bytes())
+    write_file(base / SINGLE, list(copied_tensors(source)))
+  processes.gather("what is no parameter of ours is written", True)
+
+  # A checkpoint of step 0 with the policy alone.
   with Checkpointer(unfinished) as checkpointer:
     checkpointer.save(0, {"params": params})
-
-  # Everything else that an export should find again.
-  base = unfinished / HF_SUBFOLDER
-  base.mkdir()
-  for name in (CONFIG, *TOKENIZER_FILES):
-    if (source.path / name).is_file():
-      shutil.copyfile(source.path / name, base / name)
-  write_file(base / SINGLE, list(copied_tensors(source)))
-
-  os.replace(unfinished, target)
+  if processes.is_writer and unfinished != target:
+    os.replace(unfinished, target)
   return model
 
 
@@ -117,7 +126,9 @@ def to_hf(
   model = source.model_config() if source else run
 
   # Parameters in the shape that they declare; factors of LoRA are merged into their matrices.
-  params = load_params(checkpoint, network, step=step)
+  mesh = _mesh_of_all()
+  shardings = None if mesh is None else _shardings(model, network, mesh)
+  params = load_params(checkpoint, network, step=step, shardings=shardings)
   if "lora" in params:
     params = jax.jit(functools.partial(merge_lora, keep_dtype=True))(params)
   if network == "policy":
@@ -132,10 +143,24 @@ def to_hf(
       "%s holds neither a tokenizer nor tensors of multi-token prediction, and a new config.json: no Hugging Face "
       "folder is known that the model started from%s. If there is one, name it with --base.",
       directory,
-      f" ({run.checkpoint} is not there)" if run.checkpoint and not pathlib.Path(run.checkpoint).exists() else "",
+      f" ({run.checkpoint} is not there)" if run.checkpoint and not located(run.checkpoint).exists() else "",
     )
   export = export_policy if network == "policy" else export_critic
   export(jax.block_until_ready(params), model, directory, base=source, dtype=dtype)
+
+
+def _mesh_of_all() -> Mesh | None:
+  """The devices of all processes, over which a model is spread that one of them could not hold; None for one alone."""
+  return make_mesh(MeshConfig(fsdp=-1), tuple(jax.devices())) if all_processes().count > 1 else None
+
+
+def _shardings(model: ModelConfig, network: str, mesh: Mesh) -> Callable[[str], Sharding]:
+  """Returns the sharding of a parameter by its name: that which its axes have on the mesh."""
+  layout = Layout(mesh)
+  specs = param_specs(model) if network == "policy" else critic_specs(model)
+  check_mesh_divides_model(layout, specs)
+  known = flatten(layout.param_shardings(specs))
+  return lambda name: known.get(name, layout.sharding())  # factors of LoRA are small
 
 
 def _model_of_run(path: pathlib.Path) -> ModelConfig | None:

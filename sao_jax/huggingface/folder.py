@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import threading
 from typing import Any
 
 import numpy as np
 
 from sao_jax.config import ModelConfig
-from sao_jax.configuration.paths import expand, in_bucket
+from sao_jax.configuration.paths import expand, in_bucket, located
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families import family_of_fields
 from sao_jax.huggingface.families.family import DEFAULT_MODEL, Family
@@ -19,6 +20,8 @@ from sao_jax.huggingface.safetensors_file import Bounds, StoredTensor, read_head
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 SCALE = "_scale_inv"  # suffix of an FP8 weight's name: the tensor with its scales, one per block
 FP8_BLOCK = 128  # rows and columns of a block
+
+_TOGETHER, _BYTES_TOGETHER = 16, 64 << 20  # tensors of a bucket that are read at the same time, and bytes of them
 
 
 def is_hf_folder(path: str | os.PathLike) -> bool:
@@ -44,13 +47,7 @@ class HFFolder:
     Raises:
       ConfigError: no such folder, no safetensors in it, a broken file, an unknown family or quantisation.
     """
-    if in_bucket(path):
-      raise ConfigError(
-        "model.checkpoint",
-        f"{path} is a Hugging Face folder in a bucket; tensors are read from a disk only.",
-        "Copy it to a local disk, as in gcloud storage cp --recursive, and name that.",
-      )
-    self.path = pathlib.Path(os.path.expanduser(path))
+    self.path = located(os.path.expanduser(path))
     if not is_hf_folder(path):
       raise ConfigError(
         "model.checkpoint",
@@ -60,7 +57,7 @@ class HFFolder:
     self.fields: dict[str, Any] = _read_json(self.path / CONFIG)
     self.family: Family = family_of_fields(self.fields)
     self.tensors = self._find_tensors()
-    self.bytes_read = 0
+    self.bytes_read, self._lock = 0, threading.Lock()
     _check_quantization(self.fields)
 
   def model_config(self, model: ModelConfig = DEFAULT_MODEL) -> ModelConfig:
@@ -70,8 +67,13 @@ class HFFolder:
   def read(self, name: str, bounds: Bounds | None = None) -> np.ndarray:
     """Reads the part of a tensor within `bounds` (None: all of it), in its stored dtype and layout."""
     part = self.tensors[name].read(bounds)
-    self.bytes_read += part.nbytes
+    with self._lock:
+      self.bytes_read += part.nbytes
     return part
+
+  def reads_together(self, num_bytes: int) -> int:
+    """How many parts of this size are read at the same time: in a bucket, each waits for an answer."""
+    return max(1, min(_TOGETHER, _BYTES_TOGETHER // max(num_bytes, 1))) if in_bucket(self.path) else 1
 
   def beyond_trunk(self) -> list[str]:
     """Names the tensors that the family declares to be no part of the model, sorted."""

@@ -16,7 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import ml_dtypes
 import numpy as np
 
+from sao_jax.configuration.paths import in_bucket
 from sao_jax.errors import ConfigError
+from sao_jax.huggingface.byte_ranges import CHUNK, read_chunks, read_range, size_of
 
 DTYPES = {
   "F64": np.dtype(np.float64),
@@ -48,30 +50,55 @@ class StoredTensor:
   num_bytes: int
 
   def read(self, bounds: Bounds | None = None) -> np.ndarray:
-    """Reads the part within `bounds` (None: all of it) into a new array; no other bytes are read."""
+    """Reads the part within `bounds` (None: all of it) into a new array; no other bytes are read.
+
+    From a bucket come whole rows, of which the columns that are not asked for are left out.
+    """
     bounds = bounds or tuple((0, size) for size in self.shape)
     if math.prod(self.shape) == 0:
       return np.empty([stop - start for start, stop in bounds], DTYPES[self.dtype])
+    if in_bucket(self.path):
+      return self._read_rows(bounds)
     stored = np.memmap(self.path, DTYPES[self.dtype], mode="r", offset=self.start, shape=self.shape)
     return np.array(stored[tuple(slice(start, stop) for start, stop in bounds)])
 
+  def _read_rows(self, bounds: Bounds) -> np.ndarray:
+    """Reads rows of the first axis a few megabytes at a time: what is left out of them is not held for long."""
+    dtype, inner = DTYPES[self.dtype], tuple(slice(start, stop) for start, stop in bounds[1:])
+    result = np.empty([stop - start for start, stop in bounds], dtype)
+    if not self.shape:
+      return np.frombuffer(read_range(self.path, self.start, self.num_bytes), dtype).reshape(()).copy()
+    (first, last), row = bounds[0], self.num_bytes // self.shape[0]
+
+    # All of each row: bytes go where they belong.
+    if result.nbytes == (last - first) * row:
+      flat, at = result.reshape(-1).view(np.uint8), 0
+      for chunk in read_chunks(self.path, self.start + first * row, (last - first) * row):
+        flat[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
+        at += len(chunk)
+      return result
+
+    step = max(1, CHUNK // row)
+    for begin in range(first, last, step):
+      end = min(begin + step, last)
+      rows = np.frombuffer(read_range(self.path, self.start + begin * row, (end - begin) * row), dtype)
+      result[begin - first : end - first] = rows.reshape(end - begin, *self.shape[1:])[(slice(None), *inner)]
+    return result
+
   def read_bytes(self, chunk: int = 1 << 24) -> Iterator[bytes]:
     """Yields all of its bytes, at most `chunk` at a time."""
-    with self.path.open("rb") as file:
-      file.seek(self.start)
-      for offset in range(0, self.num_bytes, chunk):
-        yield file.read(min(chunk, self.num_bytes - offset))
+    for offset in range(0, self.num_bytes, chunk):
+      yield read_range(self.path, self.start + offset, min(chunk, self.num_bytes - offset))
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
   """Reads the tensors' places from a file. ConfigError when it is no safetensors file, or cut short."""
-  size = path.stat().st_size
+  size = size_of(path)
   try:
-    with path.open("rb") as file:
-      (length,) = struct.unpack("<Q", file.read(8))
-      if length > size - 8:
-        raise ValueError("the header is longer than the file")
-      header = json.loads(file.read(length))
+    (length,) = struct.unpack("<Q", read_range(path, 0, min(8, size)))
+    if length > size - 8:
+      raise ValueError("the header is longer than the file")
+    header = json.loads(read_range(path, 8, length))
 
     # Offsets count from the end of the header; each must agree with the file, the shape and the dtype.
     header.pop("__metadata__", None)

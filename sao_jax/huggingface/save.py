@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import json
@@ -19,6 +20,7 @@ from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sao_jax.config import ModelConfig
+from sao_jax.configuration.paths import in_bucket, located
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families import family_of_model
 from sao_jax.huggingface.families.family import Family, Tensor, matrix, vector
@@ -50,7 +52,8 @@ def export_policy(
   """Writes a folder that transformers, vLLM and SGLang load. A tied head is the embedding, stored once.
 
   Args:
-    params: the parameters that `param_specs(config)` declares; every process of a pod calls this, the first one writes.
+    params: the parameters that `param_specs(config)` declares. Every process of a pod calls this: all bring their parts
+      of one tensor after the other together, and the first one writes it.
     config: the model's shape.
     directory: the folder to write; it appears when it is complete.
     base: the folder that the policy started from. Its config.json and tokenizer files are kept, and byte for byte the
@@ -87,7 +90,7 @@ def export_policy(
     )
 
   fields = _config_fields(family, config, base, family.architecture, planned)
-  _write_folder(pathlib.Path(directory), fields, planned, base, shard_bytes)
+  _write_folder(located(directory), fields, planned, base, shard_bytes)
 
 
 def export_critic(
@@ -111,7 +114,7 @@ def export_critic(
   planned = list(_plan(trunk, family.tensor_table(config, specs), dtype))
   fields = _config_fields(family, config, base, family.architecture.removesuffix("ForCausalLM") + "Model", planned)
   heads = list(_plan({name: params[name] for name in ADDED if name in params}, table, dtype))
-  _write_folder(pathlib.Path(directory), fields, planned, base, shard_bytes, {VALUE_HEAD: heads})
+  _write_folder(located(directory), fields, planned, base, shard_bytes, {VALUE_HEAD: heads})
 
 
 def _family(config: ModelConfig, base: HFFolder | None) -> Family:
@@ -132,23 +135,57 @@ def _plan(params: Params, table: dict[str, Tensor], dtype: str | None) -> Iterat
 
 
 def _piece(leaf: jax.Array, tensor: Tensor, position: tuple[int, ...], dtype: Any) -> Iterator[memoryview]:
-  """Yields the bytes of one tensor; nothing is computed before they are asked for."""
-  sharding = leaf.sharding
-  everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-  stored = np.asarray(_stored(leaf, np.asarray(position, np.int32), tensor.inputs, dtype, everywhere))
-  yield np.ascontiguousarray(stored).reshape(-1).view(np.uint8).data
+  """Yields the bytes of one tensor; nothing is computed before they are asked for. Other processes than 0 get none."""
+  sharding, everywhere, split = leaf.sharding, None, (False,) * len(position)
+  if isinstance(sharding, NamedSharding):
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    axes = [*sharding.spec, *[None] * leaf.ndim]
+    split = tuple(axes[i] is not None for i in range(len(position)))
+  stored = stored_entry(leaf, np.asarray(position, np.int32), tensor.inputs, dtype, everywhere, split)
+  if jax.process_index() == 0:
+    yield np.ascontiguousarray(np.asarray(stored)).reshape(-1).view(np.uint8).data
+  else:
+    jax.block_until_ready(stored)
 
 
-@functools.partial(jax.jit, static_argnames=("inputs", "dtype", "sharding"))
-def _stored(leaf: jax.Array, position: jax.Array, inputs: int | None, dtype: Any, sharding: Any) -> jax.Array:
-  """Returns one entry of the stacked axes in the layout of its tensor, on every device of the mesh."""
-  for i in range(position.shape[0]):
-    leaf = jax.lax.dynamic_index_in_dim(leaf, position[i], axis=0, keepdims=False)
+@functools.partial(jax.jit, static_argnames=("inputs", "dtype", "sharding", "split"))
+def stored_entry(
+  leaf: jax.Array, position: jax.Array, inputs: int | None, dtype: Any, sharding: Any, split: tuple[bool, ...]
+) -> jax.Array:
+  """Returns one entry of the stacked axes in the layout of its tensor, on every device of the mesh.
+
+  No device holds more than its share of the leaf and this entry.
+
+  Args:
+    leaf: a parameter.
+    position: of the entry on each stacked axis.
+    inputs: the number of axes behind them that are inputs; None for a tensor in our layout.
+    dtype: of the result.
+    sharding: that of an array on every device; None where there is no mesh.
+    split: for each stacked axis, if devices hold different parts of it.
+  """
+  for i, divided in enumerate(split):
+    leaf = (_summed_entry if divided else _entry)(leaf, position[i])
   if inputs is not None:
     columns = math.prod(leaf.shape[:inputs])
     leaf = leaf.reshape(columns, -1).T if inputs else leaf.reshape(-1)
   leaf = leaf.astype(dtype)
   return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
+
+
+def _entry(leaf: jax.Array, index: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_index_in_dim(leaf, index, axis=0, keepdims=False)
+
+
+def _summed_entry(leaf: jax.Array, index: jax.Array) -> jax.Array:
+  """The same by a sum over the first axis: to take an entry of an axis that is split, XLA would gather all of it.
+
+  The sum is one of bits, and of zeros but for one entry: exact, whatever the numbers are.
+  """
+  bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+  wanted = (jnp.arange(leaf.shape[0]) == index).reshape(-1, *[1] * (leaf.ndim - 1))
+  entry = jnp.sum(jnp.where(wanted, bits, jnp.zeros_like(bits)), axis=0, dtype=bits.dtype)
+  return jax.lax.bitcast_convert_type(entry, leaf.dtype)
 
 
 def copied_tensors(base: HFFolder) -> Iterator[PlannedTensor]:
@@ -176,7 +213,7 @@ def _write_folder(
   shard_bytes: int,
   more: dict[str, list[PlannedTensor]] | None = None,
 ) -> None:
-  if directory.is_dir() and any(directory.iterdir()):
+  if jax.process_index() == 0 and directory.is_dir() and not _is_unfinished(directory):
     raise ConfigError("export", f"{directory} is not empty.", "Name a new folder.")
 
   # Names of the files, in the manner of transformers, and their tensors.
@@ -187,29 +224,39 @@ def _write_folder(
   # Gathering a sharded tensor takes every process of a pod: those that do not write ask for the same pieces.
   if jax.process_index() != 0:
     for tensor in itertools.chain(*files.values()):
-      list(tensor.pieces)
+      collections.deque(tensor.pieces, maxlen=0)
     return
 
-  # Weights, index and configuration go to a temporary folder.
-  temporary = directory.with_name(f".{directory.name}.partial")
-  shutil.rmtree(temporary, ignore_errors=True)
-  temporary.mkdir(parents=True)
+  # Weights, index and configuration go to a temporary folder; in a bucket, where nothing can be renamed, in this order
+  # to their own: a folder without config.json is none.
+  temporary = directory if in_bucket(directory) else directory.with_name(f".{directory.name}.partial")
+  if temporary != directory:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
   for name, tensors in files.items():
     write_file(temporary / name, tensors)
   total = sum(tensor.num_bytes for tensor in planned)
   weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
   index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
   _write_json(temporary / INDEX, index)
-  _write_json(temporary / CONFIG, fields)
   for name in TOKENIZER_FILES if base is not None else ():
     if (base.path / name).is_file():
-      shutil.copyfile(base.path / name, temporary / name)
+      (temporary / name).write_bytes((base.path / name).read_bytes())
+  _write_json(temporary / CONFIG, fields)
 
   # Only a complete folder gets the name.
-  if directory.is_dir():
-    directory.rmdir()
-  os.replace(temporary, directory)
+  if temporary != directory:
+    if directory.is_dir():
+      directory.rmdir()
+    os.replace(temporary, directory)
   logging.info("Wrote %s: %d tensors, %.1f MiB, %d files.", directory, len(weight_map), total / 2**20, len(files))
+
+
+def _is_unfinished(directory: pathlib.Path) -> bool:
+  """Tells if a folder is empty, or in a bucket what an export has left that did not come to its end."""
+  names = {path.name for path in directory.iterdir()}
+  ours = all(name in (INDEX, *TOKENIZER_FILES) or name.endswith(".safetensors") for name in names)
+  return not names or (in_bucket(directory) and ours)
 
 
 def _shards(planned: list[PlannedTensor], shard_bytes: int) -> list[list[PlannedTensor]]:

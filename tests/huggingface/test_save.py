@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from toys import hf_toy
 
 from sao_jax.config import MeshConfig
@@ -17,7 +19,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import HFFolder
 from sao_jax.huggingface.load import check_tensors, import_policy, load_leaves
 from sao_jax.huggingface.safetensors_file import read_header
-from sao_jax.huggingface.save import export_critic, export_policy
+from sao_jax.huggingface.save import export_critic, export_policy, stored_entry
 from sao_jax.models.critic import critic_params_from_policy, critic_specs
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.layout import Layout
@@ -55,6 +57,38 @@ def test_from_a_mesh_in_several_files(tmp_path):
   assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
   for name in names:
     assert (folder.path / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+def test_a_tensor_of_a_stack_that_is_split_is_taken_without_gathering_the_stack():
+  mesh = make_mesh(MeshConfig(fsdp=1, expert=4, tensor=2), jax.devices()[:8])
+  sharding = NamedSharding(mesh, PartitionSpec(None, "expert", None, "tensor"))
+  values = np.random.default_rng(0).standard_normal((2, 64, 16, 8), np.float32)
+  values[1, 3, 0, :3] = np.nan, -0.0, np.inf  # beside the entry, and in another
+  values[1, 5, 0, 0] = -0.0
+  leaf, settings = (
+    jax.device_put(values, sharding),
+    (1, np.float32, NamedSharding(mesh, PartitionSpec()), (False, True)),
+  )
+  entry = lambda position: stored_entry(leaf, np.array(position, np.int32), *settings)
+  for position in ((1, 3), (1, 5), (0, 63)):
+    assert np.asarray(entry(position)).tobytes() == np.ascontiguousarray(values[position].T).tobytes()
+
+  # What a device needs beside its share of the stack: less than half of what one layer has.
+  compiled = stored_entry.lower(leaf, np.array((1, 3), np.int32), *settings).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < values[0].nbytes // 2
+
+
+def test_host_memory_is_bounded_by_the_largest_tensor(tmp_path):
+  config = dataclasses.replace(hf_toy.DENSE, vocab_size=2048, d_model=64, d_ff=2048, num_layers=4)
+  folder, params = hf_toy.make_folder(tmp_path / "a", config)  # compiles
+  largest, total = (f(tensor.num_bytes for tensor in folder.tensors.values()) for f in (max, sum))
+  tracemalloc.start()
+  try:
+    export_policy(params, config, tmp_path / "b")
+    peak = tracemalloc.get_traced_memory()[1]
+  finally:
+    tracemalloc.stop()
+  assert total > 12 * largest and peak <= 2 * largest
 
 
 def test_what_is_kept_of_the_folder_it_came_from(tmp_path):

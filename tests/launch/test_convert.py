@@ -9,6 +9,8 @@ import pytest
 from toys import hf_toy, processes
 from toys.paths import REPOSITORY
 
+from sao_jax.huggingface.convert import to_checkpoint
+
 
 def run(*flags):
   command = [sys.executable, "-m", "launch.convert_hf", *flags]
@@ -27,6 +29,17 @@ def test_there_and_back(tmp_path):
   assert "Wrote" in output and "orbax" not in output and "Traceback" not in output
   for file in folder.path.glob("*.safetensors*"):
     assert file.read_bytes() == (tmp_path / "back" / file.name).read_bytes()
+
+
+def test_several_processes_export_together_what_one_does(tmp_path):
+  """Each holds its part of the parameters only."""
+  folder, _ = hf_toy.make_folder(tmp_path / "hf", hf_toy.TIED)
+  to_checkpoint(folder.path, tmp_path / "checkpoint")
+  command = ["-m", "launch.convert_hf", f"--checkpoint={tmp_path / 'checkpoint'}", f"--output={tmp_path / 'back'}"]
+  ended = processes.finish_joined(processes.start_joined(2, command, tmp_path, devices=1), tmp_path)
+  assert [status for status, _ in ended] == [0, 0], ended
+  for file in folder.path.iterdir():
+    assert file.read_bytes() == (tmp_path / "back" / file.name).read_bytes(), file.name
 
 
 @pytest.mark.parametrize(

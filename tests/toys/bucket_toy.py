@@ -5,8 +5,10 @@ Objects are whole or not there, every write has a new generation, and the precon
 
 from __future__ import annotations
 
+import atexit
 import base64
 import contextlib
+import functools
 import hashlib
 import http.server
 import itertools
@@ -175,6 +177,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       name, data = query["name"], body
     if self._holds(name, query):
       self._answer(200, self.objects.put(name, data))
+
+
+@functools.cache
+def of_this_process() -> tuple[Objects, dict[str, str]]:
+  """The one server of a process, until its end: the libraries keep the first that they have spoken to."""
+  stack = contextlib.ExitStack()
+  atexit.register(stack.close)
+  return stack.enter_context(served())
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import time
 
@@ -15,10 +14,9 @@ from toys.runs import assert_identical, interrupted_after
 
 from launch import _flags
 from sao_jax.checkpoints.checkpointer import Checkpointer, load_params
-from sao_jax.configuration.paths import expand, located
+from sao_jax.configuration.paths import expand
 from sao_jax.configuration.run_record import read_config
 from sao_jax.errors import ConfigError
-from sao_jax.huggingface.pretrained import base_folder
 from sao_jax.learner import placement
 from sao_jax.mirror import mirror_folder, mirrored
 from sao_jax.report.metrics import MetricsWriter, read_metrics
@@ -31,8 +29,9 @@ TIMES = ("seconds", "rollouts_", "run_", "event_loop", "_per_second")
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
-  """The bucket's content; one server per process, since the libraries keep their first one."""
-  with bucket_toy.served() as (objects, variables), pytest.MonkeyPatch.context() as patch:
+  """The bucket's content."""
+  objects, variables = bucket_toy.of_this_process()
+  with pytest.MonkeyPatch.context() as patch:
     patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     for name, value in variables.items():
       patch.setenv(name, value)
@@ -81,13 +80,8 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(tmp_path, monkeypatch, objects):
   assert any(name.startswith("runs/a/consumed/train/00000001") for name in objects)
   assert "runs/a/lock" not in objects and not pathlib.Path("gs:").exists()
 
-  # Parameters for another run, and a folder of Hugging Face, which is refused by name.
-  policy = load_params(f"{workdir}/train")
-  assert_identical(policy, expected.state.policy.params)
-  located("gs://bucket/hf/config.json").write_text(json.dumps({"model_type": "qwen3"}))
-  with pytest.raises(ConfigError, match=r"(?s)model.checkpoint.*gs://bucket/hf is a Hugging Face folder in a bucket"):
-    base_folder("gs://bucket/hf")
-  assert base_folder(f"{workdir}/train") is None
+  # Parameters for another run.
+  assert_identical(load_params(f"{workdir}/train"), expected.state.policy.params)
 
 
 def test_what_belongs_to_a_checkpoint_is_stored_before_it_is_complete(objects):

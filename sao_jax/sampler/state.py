@@ -81,6 +81,12 @@ def put_rows(table: SlotState, slots: Int[Array, " R"], rows: SlotState) -> Slot
   return jax.tree.map(lambda full, part: full.at[slots].set(part, mode="drop"), table, rows)
 
 
+def keep_others(table: SlotState, chosen: Bool[Array, " S"], rows: SlotState) -> SlotState:
+  """`table` with those of all its slots replaced that are chosen."""
+  choose = lambda old, new: jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+  return jax.tree.map(choose, table, rows)
+
+
 def state_shardings(state: EngineState, layout: Layout) -> EngineState:
   """Slots over the data axes, the heads of a cache that has any over "tensor" (`Cache.LOGICAL_AXES`)."""
   place = lambda tree, *logical: jax.tree.map(lambda _: layout.sharding(*logical), tree)
@@ -90,6 +96,11 @@ def state_shardings(state: EngineState, layout: Layout) -> EngineState:
 def place_state(state: EngineState, layout: Layout) -> EngineState:
   """Tells the partitioner where the state lives, so that no program changes its layout."""
   return state if layout.mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, layout))
+
+
+def readable(outputs: Any, layout: Layout) -> Any:
+  """Tells the partitioner that hosts read what a call returns: where none has all devices, each gets all of it."""
+  return jax.lax.with_sharding_constraint(outputs, layout.sharding()) if layout.spans_processes else outputs
 
 
 def empty_state(build_cache: Callable[[], Any], num_slots: int, layout: Layout) -> EngineState:

@@ -16,7 +16,7 @@ from sao_jax.sampler.cache import read_window, update_slots
 from sao_jax.sampler.caches import empty_cache
 from sao_jax.sampler.sample_loop import DecodeOutputs, sample_loop
 from sao_jax.sampler.sampling import SamplingRule
-from sao_jax.sampler.state import EngineState, SlotState, place_state, put_rows, state_shardings
+from sao_jax.sampler.state import EngineState, SlotState, keep_others, place_state, put_rows, readable, state_shardings
 
 
 @functools.partial(jax.jit, static_argnames=("config", "window", "keep_experts", "layout"), donate_argnames="state")
@@ -66,7 +66,8 @@ def extend(
   shardings = None if layout.mesh is None else state_shardings(state, layout).cache
   cache = update_slots(state.cache, new, slots, starts, counts, fresh=not window, shardings=shardings)
   experts = jnp.moveaxis(routed.experts, 0, 2).astype(jnp.int16) if keep_experts else None
-  return place_state(EngineState(cache=cache, slots=put_rows(state.slots, slots, update)), layout), experts
+  state = EngineState(cache=cache, slots=put_rows(state.slots, slots, update))
+  return place_state(state, layout), readable(experts, layout)
 
 
 @functools.partial(
@@ -133,5 +134,7 @@ def decode(
   shardings = None if layout.mesh is None else state_shardings(state, layout).cache
   written, which = last.lengths - first.lengths, None if everything else slots
   cache = update_slots(state.cache, new, which, first.lengths, written, shardings=shardings)
-  table = last if everything else put_rows(state.slots, slots, last)
+
+  # Slots that were not chosen may be in the middle of a turn that samples with other weights.
+  table = keep_others(state.slots, slots < num_slots, last) if everything else put_rows(state.slots, slots, last)
   return place_state(EngineState(cache=cache, slots=table), layout), outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,9 @@ from sao_jax.config import SamplerConfig
 from sao_jax.errors import ConfigError
 from sao_jax.sampler import steps
 from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.fixed_weights import Weights
 from sao_jax.sampler.prefill import Extension
+from sao_jax.sampler.requests import GenerateRequest
 from sao_jax.sampler.scheduler import Scheduler
 
 
@@ -40,6 +43,24 @@ def test_logprobs_equal_the_learners(model):
     assert len(record.ids) == sum(len(new) + budget for new, budget in record.turns)
   assert scheduler.stats()["parked"] > 0
   assert scheduler.stats()["free_slots"] == 4
+
+
+@pytest.mark.parametrize("layout", ["slots", "pages"])
+def test_sessions_with_weights_of_their_own_stop_no_other(layout):
+  """Their dispatches have all slots as rows, those of the others unused: these go on where they were."""
+  scheduler = scheduler_of(TIED, dataclasses.replace(SMALL, cache_layout=layout, page_size=8))
+  weights, done = Weights(params_of(TIED, seed=1), 7, jax.random.key(3)), {}
+  for i in range(4):
+    turn = GenerateRequest(i, i, prompt(4, i), 12, weights=weights if i % 2 else None)
+    scheduler.submit(turn, functools.partial(done.__setitem__, i))
+  for _ in range(40):
+    scheduler.tick()
+  assert [len(done[i].token_ids) for i in range(4)] == [12] * 4
+  for i in range(4):
+    record = Record([], i)
+    record.append(prompt(4, i), False)
+    record.append(done[i].token_ids, True, done[i].logprobs, done[i].policy_versions)
+    assert_agrees(TIED, weights.params if i % 2 else params_of(TIED), record)
 
 
 def test_temperature_and_stop_ids():  # L2, M2 on the device

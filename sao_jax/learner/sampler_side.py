@@ -10,11 +10,14 @@ from sao_jax.config import MeshConfig, RunConfig
 from sao_jax.learner.placement import make_sampler_mesh, place
 from sao_jax.learner.setup import Learner
 from sao_jax.models.lora import merge_lora
+from sao_jax.parallel.agreement import all_processes
 from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.mesh import make_mesh
 from sao_jax.parallel.params import Specs, abstract_params
 from sao_jax.parallel.publish import cast_copy, make_publish
 from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.follower import FollowingService
+from sao_jax.sampler.group import make_group_service
 from sao_jax.sampler.scheduler import Scheduler
 from sao_jax.sampler.service import SamplerService
 from sao_jax.types import PyTree
@@ -68,16 +71,28 @@ def make_service(
   version: int = 0,
   warm_up: bool = False,
   keep_experts: bool = False,
-) -> SamplerService:
+) -> SamplerService | FollowingService:
   """Makes a sampler service, not started, that holds `params`, the sampler's own copy, as policy version `version`.
 
   `warm_up` compiles all its programs now, so that none compiles in the middle of a long run. With `keep_experts` its
   tokens come with the experts that they were routed to.
+
+  Where a sampler's devices are those of several processes, all of them call this together. In those that are not the
+  first, the service follows that one, and takes no requests.
   """
-  mesh = make_sampler_mesh(config, place(config).sampler)
-  engine = Engine(
-    params, config.model, config.sampler, seed=seed, version=version, keep_experts=keep_experts, mesh=mesh
-  )
-  if warm_up:
-    engine.warm_up(prefixes=config.rollout.max_turns > 1)
+  devices = place(config).sampler
+  mesh, members = make_sampler_mesh(config, devices), sorted({device.process_index for device in devices})
+
+  def make_engine(make: Callable[..., Engine]) -> Engine:
+    options = {"seed": seed, "version": version, "keep_experts": keep_experts, "mesh": mesh}
+    return make(params, config.model, config.sampler, **options)
+
+  def warm(engine: Engine) -> None:
+    if warm_up:
+      engine.warm_up(prefixes=config.rollout.max_turns > 1)
+
+  if len(members) > 1:
+    return make_group_service(make_engine, all_processes(), members, warm_up=warm)
+  engine = make_engine(Engine)
+  warm(engine)
   return SamplerService(Scheduler(engine))

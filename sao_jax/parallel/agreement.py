@@ -23,6 +23,7 @@ import jax
 
 from sao_jax.errors import RunError
 from sao_jax.interrupt import StopSignal
+from sao_jax.parallel.process import own_address
 
 SECONDS = 900.0  # without a sign of life of a process that others wait for
 RESCUE_SECONDS = 20.0  # to agree on what is saved when something has failed
@@ -65,6 +66,7 @@ class Processes:
     index: this process.
     count: all of them.
     noticed: True once this process knows that one has failed, itself or another.
+    host: the address at which the others reach this process's host.
   """
 
   def __init__(
@@ -75,6 +77,7 @@ class Processes:
     *,
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.monotonic,
+    host: str = "127.0.0.1",
   ):
     """Args:
     index: this process.
@@ -82,8 +85,9 @@ class Processes:
     store: what they share; None for one process.
     seconds: without a sign of life, after which a process that is waited for is given up.
     clock: seconds.
+    host: the address at which the others reach this process's host.
     """
-    self.index, self.count = index, count
+    self.index, self.count, self.host = index, count, host
     self._store, self._seconds, self._clock = store, seconds, clock
     self._number = 0  # of the decision that was made last
     self._looked = self._signed = -float("inf")
@@ -160,6 +164,36 @@ class Processes:
     if any(each["name"] != name for each in entries):
       raise Disagreement(f"Process {self.index} collects {name!r}, the others send {[e['name'] for e in entries]}.")
     return [each["value"] for each in entries]
+
+  # Entries of one process, which some others read.
+
+  def post(self, name: str, value: Any) -> None:
+    """Leaves a value, JSON, which others `collect` until it is removed; a name is a path of its own."""
+    self._store.key_value_set(f"{_ROOT}/posted/{name}", json.dumps(value), allow_overwrite=True)
+
+  def collect(self, name: str, poster: int) -> Any:
+    """Waits for what process `poster` posts.
+
+    Raises:
+      ProcessFailed: another process has failed, or the one waited for shows no sign of life.
+    """
+    return json.loads(self._wait(f"{_ROOT}/posted/{name}", poster))
+
+  def remove(self, name: str) -> None:
+    """Takes back what was posted."""
+    self._store.key_value_delete(f"{_ROOT}/posted/{name}")
+
+  def look(self) -> None:
+    """Shows that this process lives, and looks if the others do; who waits in a way of its own does so now and then.
+
+    Raises:
+      ProcessFailed: another process has failed.
+    """
+    self._sign()
+    failure = self.failure()
+    if failure is not None and failure.process != self.index:
+      self.noticed = True
+      raise failure
 
   # Signals: no process waits for another.
 
@@ -280,11 +314,7 @@ class Processes:
 
       # Whoever waits shows that it lives, and looks if the others do.
       look()
-      self._sign()
-      failure = self.failure()
-      if failure is not None and failure.process != self.index:
-        self.noticed = True
-        raise failure
+      self.look()
       latest = self._entries("alive").get(other)
       if latest != sign:
         seen, sign = self._clock(), latest
@@ -344,4 +374,6 @@ def all_processes() -> Processes:
 def _joined() -> Processes:
   from jax._src import distributed  # there is no public name for the client
 
-  return Processes(jax.process_index(), jax.process_count(), distributed.global_state.client)
+  service = distributed.global_state
+  host = own_address(service.coordinator_address.rpartition(":")[0])
+  return Processes(jax.process_index(), jax.process_count(), service.client, host=host)

@@ -83,6 +83,11 @@ class Layout:
     device = jax.config.jax_default_device
     return device if isinstance(device, str) else (device or jax.local_devices()[0]).platform
 
+  @property
+  def spans_processes(self) -> bool:
+    """Does no process have all of the devices? Then none can read an array that is split over them."""
+    return self.mesh is not None and len({device.process_index for device in self.mesh.devices.flat}) > 1
+
   def shards(self, *logical: str | None) -> int:
     """The number of parts that these logical axes are split into, all together."""
     axes = [axis for name in logical for axis in self.rules.mesh_axes(name)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import socket
 import threading
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -184,6 +185,14 @@ def leave_processes(seconds: float = LEAVE_SECONDS) -> None:
   leaving = threading.Thread(target=leave, name="leaving", daemon=True)
   leaving.start()
   leaving.join(seconds)
+
+
+def own_address(coordinator: str) -> str:
+  """The address of this host in the network in which it reaches the host `coordinator`; nothing is sent there."""
+  family, kind, protocol, _, place = socket.getaddrinfo(coordinator.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
+  with socket.socket(family, kind, protocol) as probe:
+    probe.connect(place)
+    return probe.getsockname()[0]
 
 
 def _bind_address(coordinator: str) -> str | None:

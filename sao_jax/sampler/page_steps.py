@@ -19,7 +19,7 @@ from sao_jax.parallel.params import Params
 from sao_jax.sampler.page_batch import NOWHERE, FlatTokens, decode_batch, mixed_batch
 from sao_jax.sampler.sample_loop import DecodeOutputs, sample_loop
 from sao_jax.sampler.sampling import SamplingRule
-from sao_jax.sampler.state import EngineState, SlotState, place_state
+from sao_jax.sampler.state import EngineState, SlotState, keep_others, place_state, readable
 
 
 @flax.struct.dataclass
@@ -131,8 +131,8 @@ def dispatch(
   )
 
   # Slots that were not chosen may be in the middle of a turn that samples with other weights.
-  slots = _where(chosen, last, state.slots)
-  return place_state(EngineState(cache=cache, slots=slots), layout), outputs, experts
+  slots = keep_others(state.slots, chosen, last)
+  return place_state(EngineState(cache=cache, slots=slots), layout), outputs, readable(experts, layout)
 
 
 def _begin(slots: SlotState, prompts: Prompts, capacity: int) -> SlotState:
@@ -143,7 +143,7 @@ def _begin(slots: SlotState, prompts: Prompts, capacity: int) -> SlotState:
     active=prompts.fields.active & ~overflow,
     overflow=overflow,
   )
-  return _where(prompts.given, fields, slots)
+  return keep_others(slots, prompts.given, fields)
 
 
 def _token_ids(pending: Int[Array, " S"], prompts: Prompts, tokens: FlatTokens) -> Int[Array, "D N"]:
@@ -160,8 +160,3 @@ def _of_slots(values: Shaped[Array, "D N n"], tokens: FlatTokens) -> Shaped[Arra
   """Of the values of all tokens those of every slot's last one."""
   taken = jnp.take_along_axis(values, tokens.last[..., None], axis=1)
   return taken.reshape(-1, values.shape[-1])
-
-
-def _where(mask: Bool[Array, " S"], new: SlotState, old: SlotState) -> SlotState:
-  """`new` where the mask holds."""
-  return jax.tree.map(lambda x, y: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)

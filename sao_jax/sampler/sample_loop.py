@@ -17,7 +17,7 @@ from sao_jax.models.transformer import head_logits, trunk
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.params import Params
 from sao_jax.sampler.sampling import SamplingRule, sample_tokens, slot_uniforms
-from sao_jax.sampler.state import SlotState
+from sao_jax.sampler.state import SlotState, readable
 
 
 @flax.struct.dataclass
@@ -133,7 +133,7 @@ def sample_loop(
     rows, outputs = sample(step, rows, *opened, outputs)
     step += 1
   _, last, cache, outputs = jax.lax.while_loop(unfinished, one_step, (step, rows, cache, outputs))
-  return last, cache, outputs.replace(overflow=last.overflow)
+  return last, cache, readable(outputs.replace(overflow=last.overflow), layout)
 
 
 def spread_rows(logits: Float[Array, "R V"], layout: Layout) -> Float[Array, "R V"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import threading
@@ -175,6 +176,14 @@ class SamplerService:
     for lane in self._lanes:
       lane.scheduler.publish(params, version)
       lane.wake.set()
+
+  def turn(self, name: str) -> contextlib.AbstractContextManager[None]:
+    """The place of another program, which uses devices of several processes, among those of the sampler.
+
+    Whoever starts such a program does it in here, in all processes of a sampler in the same order. Of use where a
+    sampler's own programs use devices of several processes (`leader`, `follower`); elsewhere it does nothing.
+    """
+    return contextlib.nullcontext()
 
   def check_params(self, params: Params) -> None:
     """Refuses parameters of another model.

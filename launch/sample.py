@@ -43,12 +43,14 @@ def main(config: RunConfig, workdir: str) -> None:
 
   # One episode, as an evaluation runs it; a failed one leaves no trajectory to show.
   params = sampler_side.make_publisher(learner)(params)
-  if not learner.share.brings:
+  if not learner.devices.samples:
     return  # of several processes, those that sample show it
   with (
     interrupt.Interrupt() as stop,
     sampler_side.make_service(config, params, seed=config.training.seed, version=version) as service,
   ):
+    if learner.devices.follows:
+      return  # when the process that leads its sampler has done
     trajectories, failures = fixed_policy.run_episodes(
       config, service, [prompts[_PROMPT.value]], temperature=_TEMPERATURE.value, interrupt=stop
     )

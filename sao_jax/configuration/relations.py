@@ -50,6 +50,7 @@ def broken_relations(config: RunConfig, *, training: bool) -> Iterator[ConfigErr
   yield from _advantage(config)
   if training:
     yield from _ratios(config.sampler)
+    yield from _sampler_groups(config)
   yield from _lengths(config)
   yield from _batches(config)
   yield from _rollouts(config)
@@ -404,6 +405,13 @@ def _rollouts(config: RunConfig) -> Iterator[ConfigError]:
         f"{rollout.sampler_devices} of {devices} local devices would sample.",
         "With placement='split' leave at least one local device to each side, or use placement='shared'.",
       )
+
+
+def _sampler_groups(config: RunConfig) -> Iterator[ConfigError]:
+  joined = config.rollout.hosts_per_sampler > 1 and _hosts() > 1
+  if joined and config.evaluation.every and config.evaluation.sampler == "own":
+    problem = "a sampler of several hosts is the only one that they can have at a time: their programs have one order."
+    yield ConfigError("evaluation.sampler", problem, "Set evaluation.sampler='shared'.")
 
 
 def _hosts() -> int:

@@ -22,6 +22,7 @@ from sao_jax.interrupt import Interrupted, StopSignal
 from sao_jax.learner.batches import agreed_batch
 from sao_jax.learner.setup import Learner, micro_batches
 from sao_jax.parallel.feeding import everywhere
+from sao_jax.sampler.follower import FollowingService
 from sao_jax.sampler.service import SamplerService
 from sao_jax.types import PolicyOutputs, PyTree, TrajectoryBatch
 
@@ -62,7 +63,7 @@ class Audit(NamedTuple):
 def audit_sampler(
   config: RunConfig,
   learner: Learner,
-  service: SamplerService | None,
+  service: SamplerService | FollowingService | None,
   params: PyTree,
   interrupt: StopSignal | None = None,
 ) -> Audit:
@@ -117,7 +118,11 @@ def audit_sampler(
 
 
 def audit_at_start(
-  config: RunConfig, learner: Learner, service: SamplerService | None, params: PyTree, interrupt: StopSignal
+  config: RunConfig,
+  learner: Learner,
+  service: SamplerService | FollowingService | None,
+  params: PyTree,
+  interrupt: StopSignal,
 ) -> None:
   """Refuses to train when sampler and learner disagree at lag 0; says nothing when it was interrupted.
 

@@ -12,11 +12,13 @@ from sao_jax.config import RunConfig
 from sao_jax.episode import BadPrompt, Trajectory
 from sao_jax.evaluation.fixed_policy import read_prompts, run_episodes
 from sao_jax.interrupt import StopSignal
+from sao_jax.learner.placement import place
 from sao_jax.learner.sampler_side import make_service
 from sao_jax.parallel.agreement import Processes
 from sao_jax.parallel.process import WHOLE, DataShare
 from sao_jax.report.success_rate import Success, success
 from sao_jax.sampler.fixed_weights import FixedSampler
+from sao_jax.sampler.follower import FollowingService
 from sao_jax.sampler.service import SamplerService
 from sao_jax.types import PyTree
 
@@ -67,7 +69,7 @@ def evaluate(
   version: int,
   interrupt: StopSignal | None = None,
   *,
-  service: SamplerService | None = None,
+  service: SamplerService | FollowingService | None = None,
   share: DataShare = WHOLE,
 ) -> Evaluation:
   """Runs `evaluation.prompts` held-out prompts, or all there are, with fixed weights.
@@ -91,6 +93,9 @@ def evaluate(
   # Each held-out prompt is used once: a repeated one would narrow the interval without telling anything new.
   settings = config.evaluation
   if not share.brings:
+    if service is None and place(config).follows:  # samples for the process that leads its sampler
+      with make_service(config, params, seed=settings.seed, version=version):
+        pass
     return Evaluation(success(0, 0, settings.confidence), float("nan"), float("nan"), 0, version, [])
   source = config.environment.prompts(config.environment.tokenizer(), "heldout", settings.seed)
   if len(source) < settings.prompts:

@@ -13,6 +13,7 @@ from sao_jax.evaluation.heldout import Evaluation, evaluate, merged
 from sao_jax.interrupt import POLL, Interrupted, StopSignal
 from sao_jax.parallel.agreement import ALONE, Processes
 from sao_jax.parallel.process import WHOLE, DataShare
+from sao_jax.sampler.follower import FollowingService
 from sao_jax.sampler.service import SamplerService
 from sao_jax.types import PyTree
 
@@ -40,7 +41,7 @@ class PinnedEvaluation:
     interrupt: StopSignal,
     *,
     last_version: int = 0,
-    service: SamplerService | None = None,
+    service: SamplerService | FollowingService | None = None,
     report: Callable[[int, Evaluation], None] = lambda step, evaluation: None,
     processes: Processes = ALONE,
     share: DataShare = WHOLE,

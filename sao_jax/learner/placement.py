@@ -50,6 +50,16 @@ class Devices:
     return bool(self.sampler)
 
   @property
+  def follows(self) -> bool:
+    """True if this process has a part in a sampler that another process leads."""
+    return self.samples and self.process not in self.sources
+
+  @property
+  def group(self) -> int | None:
+    """The number of the group that this process belongs to."""
+    return self.groups.index(self.sampler) if self.samples else None
+
+  @property
   def apart(self) -> bool:
     """True if some processes only sample, and others learn."""
     return bool({device.process_index for group in self.groups for device in group} - self._learning)
@@ -89,11 +99,15 @@ def place(config: RunConfig) -> Devices:
   """Applies `rollout.placement` to the devices of the run.
 
   Raises:
-    ConfigError: as `divide`, and for samplers of several hosts, which a run cannot have yet.
+    ConfigError: as `divide`, and for samplers of several hosts that learn as well: every train step would have to wait
+      for its turn among their programs.
   """
-  if config.rollout.hosts_per_sampler > 1 and jax.process_count() > 1:
-    problem = "in a run of several processes each samples by itself; hosts cannot be joined to one sampler."
-    raise ConfigError("rollout.hosts_per_sampler", problem, "Leave it at its default.")
+  rollout, several = config.rollout, jax.process_count() > 1
+  apart = rollout.placement == "split" and rollout.sampler_hosts
+  if rollout.hosts_per_sampler > 1 and several and not apart:
+    problem = f"{rollout.hosts_per_sampler} hosts that learn cannot hold one sampler together."
+    remedy = "Set hosts apart with rollout.placement=split and rollout.sampler_hosts, or leave it at 1."
+    raise ConfigError("rollout.hosts_per_sampler", problem, remedy)
   return divide(config, [device for host in devices_by_process() for device in host], jax.process_index())
 
 

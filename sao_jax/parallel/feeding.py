@@ -88,6 +88,9 @@ def _exchange(
   devices = tuple(shardings[0].mesh.devices.flat)
   getting = {device.process_index for device in devices}
   devices += tuple(each for each in jax.devices() if each.process_index in set(sources) - getting)
+  abstract = lambda leaf, place, shape: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place)
+  if not any(each.process_index == jax.process_index() for each in devices):
+    return list(map(abstract, leaves, shardings, shapes))
   line = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
   spread = NamedSharding(line, PartitionSpec(AXIS))
 
@@ -96,7 +99,6 @@ def _exchange(
   picks = tuple(_Pick.of(devices, sources, *each) for each in zip(leaves, shardings, shapes))
   picked = _pick(spread, picks)(spread_out)
   if jax.process_index() not in getting:
-    abstract = lambda leaf, place, shape: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place)
     return list(map(abstract, leaves, shardings, shapes))
 
   # Nothing is copied here: the blocks of this process, as parts of the global arrays.

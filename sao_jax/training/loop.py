@@ -33,6 +33,7 @@ from sao_jax.parallel.agreement import shared_stop
 from sao_jax.report.episode_samples import EpisodeSamples
 from sao_jax.report.metrics import evaluated_versions
 from sao_jax.report.run_log import RunLog
+from sao_jax.sampler.follower import FollowingService
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training import phases
 from sao_jax.training.experience import Experience, make_experience
@@ -235,7 +236,8 @@ def _run(
         log.push(step, metrics | of_hosts | {"policy_version": version})
 
         # Publish: the sampler goes on with the old weights until the new ones are computed, or it would stall on them.
-        weights = publish(state.policy.params) if updates_policy else None
+        with _turn(service, "publish"):
+          weights = publish(state.policy.params) if updates_policy else None
         if updates_policy:
           jax.block_until_ready(state)  # the step itself, which is no wait
         with rollouts.waits("publish"):
@@ -278,7 +280,7 @@ def _measured(learner: Learner, workdir: pathlib.Path, phase: Phase) -> list[int
 
 def _make_rollouts(
   learner: Learner,
-  service: SamplerService | None,
+  service: SamplerService | FollowingService | None,
   workdir: pathlib.Path,
   phase: Phase,
   start: Start,
@@ -287,7 +289,7 @@ def _make_rollouts(
 ) -> Rollouts | Experience | RemoteRollouts:
   """Makes what gives every step its batch: rollouts as they finish, in value pretraining with a store of them."""
   if not learner.share.brings:
-    return RemoteRollouts(learner, interrupt, look)
+    return RemoteRollouts(learner, interrupt, look, service)
   version = phase.version(start.step)
   make = functools.partial(
     make_rollouts, learner, service, workdir, phase.name, start.step, version, interrupt, look=look
@@ -338,20 +340,25 @@ def _make_samples(
 
 def _make_service(
   learner: Learner, phase: Phase, version: int, weights: PyTree
-) -> contextlib.AbstractContextManager[SamplerService | None]:
+) -> contextlib.AbstractContextManager[SamplerService | FollowingService | None]:
   """Makes the sampler of a phase, compiled, with `weights` as policy version `version`; None where nothing samples."""
-  config, share = learner.config, learner.share
-  if not share.brings:
+  config = learner.config
+  if not learner.devices.samples:
     return contextlib.nullcontext()
   with learner.processes.busy():
     return make_service(
       config,
       weights,
-      seed=phases.sampler_seed(config, phase.name, share.index),
+      seed=phases.sampler_seed(config, phase.name, learner.devices.group),
       version=version,
       warm_up=True,
       keep_experts=config.algorithm.router_replay,
     )
+
+
+def _turn(service: SamplerService | FollowingService | None, name: str) -> contextlib.AbstractContextManager[None]:
+  """The place of a program with all processes among those of this process's sampler."""
+  return contextlib.nullcontext() if service is None else service.turn(name)
 
 
 def _report(log: RunLog, samples: EpisodeSamples, step: int, evaluation: Evaluation) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pathlib
+import signal
 import time
 
 import jax
 import numpy as np
 import pytest
-from absl import logging
-from toys import bucket_toy, killed_run
-from toys.runs import assert_identical, interrupted_after
+from toys import bucket_toy, training_toy
+from toys.runs import assert_identical
 
 from launch import _flags
+from sao_jax import bucket_lock
 from sao_jax.checkpoints.checkpointer import Checkpointer, load_params
 from sao_jax.configuration.paths import expand
 from sao_jax.configuration.run_record import read_config
@@ -20,11 +21,8 @@ from sao_jax.errors import ConfigError
 from sao_jax.learner import placement
 from sao_jax.mirror import mirror_folder, mirrored
 from sao_jax.report.metrics import MetricsWriter, read_metrics
-from sao_jax.report.page import read_episodes
-from sao_jax.training import loop, phases
-
-STEPS = 2
-TIMES = ("seconds", "rollouts_", "run_", "event_loop", "_per_second")
+from sao_jax.training import phases, sft
+from sao_jax.training.run_folder import open_run
 
 
 @pytest.fixture(scope="module")
@@ -38,50 +36,68 @@ def objects(tmp_path_factory):
     yield objects
 
 
-@pytest.fixture
-def said(monkeypatch):
-  lines, warn = [], logging.warning
-
-  def warning(message, *arguments, **options):
-    lines.append(message % arguments)
-    warn(message, *arguments, **options)
-
-  monkeypatch.setattr(logging, "warning", warning)
-  return lines
-
-
-def trained(lines):
-  """What does not depend on the machine."""
-  return [
-    [line.get(name) for name in ("step", "phase", "policy_loss", "critic_grad_norm", "reward_mean")] for line in lines
-  ]
-
-
 def test_a_run_in_a_bucket_is_the_run_on_a_disk(tmp_path, monkeypatch, objects):
   monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
-  config = killed_run.get_config(STEPS, latency_seed=1)
-  expected = loop.train(config, tmp_path / "disk")
+  config = training_toy.replace(training_toy.get_config(), sft={"steps": 3})
+  expected, workdir = sft.sft(config, tmp_path / "disk"), "gs://bucket/runs/a"
+  pack, packed = sft.agreed_batch, []
+
+  def pack_and_interrupt(learner, trajectories):
+    packed.append(trajectories)
+    if len(packed) == 2:
+      assert "runs/a/lock" in objects
+      signal.raise_signal(signal.SIGINT)
+    return pack(learner, trajectories)
 
   # Interrupted, and gone on with elsewhere: what the first process has kept on its disk is lost.
-  workdir = "gs://bucket/runs/a"
-  with interrupted_after(1):
-    assert loop.train(config, workdir).interrupted
+  with monkeypatch.context() as patch:
+    patch.setattr(sft, "agreed_batch", pack_and_interrupt)
+    sft.sft(config, workdir)
+  assert phases.latest_step(expand(workdir) / "sft") == 2
   first = mirror_folder(expand(workdir))
   (first / "metrics.jsonl").write_text("of another machine")
-  resumed = loop.train(config, workdir)
-  assert resumed.step == expected.step
-  assert_identical(resumed.state, expected.state)
+  assert_identical(sft.sft(config, workdir), expected)
 
   # The folder holds the same, read through its address; nothing of it is in the current folder.
-  assert trained(read_metrics(workdir)) == trained(read_metrics(tmp_path / "disk"))
-  assert read_episodes(workdir) == read_episodes(tmp_path / "disk")
+  same = ("step", "phase", "sft_loss", "policy_grad_norm", "num_tokens")
+  trained = lambda workdir: [[line.get(name) for name in same] for line in read_metrics(workdir, "sft")]
+  assert trained(workdir) == trained(tmp_path / "disk") and len(trained(workdir)) == 3
   assert read_config(expand(workdir)) == read_config(tmp_path / "disk")
-  assert phases.latest_step(expand(workdir) / "train") == resumed.step
-  assert any(name.startswith("runs/a/consumed/train/00000001") for name in objects)
+  assert phases.latest_step(expand(workdir) / "sft") == 3
   assert "runs/a/lock" not in objects and not pathlib.Path("gs:").exists()
+  assert_identical(load_params(f"{workdir}/sft"), expected)
 
-  # Parameters for another run.
-  assert_identical(load_params(f"{workdir}/train"), expected.state.policy.params)
+
+def test_a_run_that_another_machine_holds_is_refused_and_one_killed_here_is_not(tmp_path, monkeypatch, objects):
+  config = training_toy.replace(training_toy.get_config(), training={"lock_seconds": 0.0})
+  workdir = expand("gs://bucket/runs/held")
+  monkeypatch.setattr(bucket_lock, "EXPIRY", 0.5)
+  monkeypatch.setattr(bucket_lock, "POLL", 0.05)
+  monkeypatch.setattr(bucket_lock, "RENEW", 0.1)
+  with bucket_lock.bucket_lock(workdir, {"pid": 7, "host": "b", "since": "now", "command": "train"}, patience=0.0):
+    with pytest.raises(ConfigError, match=r"another run \(pid 7 on b"), open_run(config, workdir):
+      pass
+    assert {name for name in objects if name.startswith("runs/held")} == {"runs/held/lock"}
+  assert "runs/held/lock" not in objects
+
+  # Killed: neither the object nor the file of this machine was removed.
+  with open_run(config, workdir):
+    left = objects["runs/held/lock"][1]
+    file = (mirror_folder(workdir) / "lock").read_text()
+  objects.put("runs/held/lock", left)
+  (mirror_folder(workdir) / "lock").write_text(file)
+  monkeypatch.setattr(bucket_lock, "EXPIRY", 600.0)
+  with open_run(config, workdir) as run:
+    run.store()
+
+    # Somebody else has taken it meanwhile: nothing more is stored.
+    objects.put("runs/held/lock", left.replace(b'"holder": {', b'"holder": {"other": 1, '))
+    (run.files / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(bucket_lock.LockLost):
+      run.store()
+    (run.files / "metrics.jsonl").unlink()
+    objects.put("runs/held/lock", left)
+  assert not any("metrics" in name for name in objects if name.startswith("runs/held"))
 
 
 def test_what_belongs_to_a_checkpoint_is_stored_before_it_is_complete(objects):

@@ -18,7 +18,7 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from absl import app, flags, logging
@@ -96,6 +96,7 @@ def run(
       raise ConfigError("--workdir", f"there is no directory {workdir}.", "Name the --workdir of a run.")
     if not writes and configured:
       check_viewed(config, expand(workdir), given.explicit)
+    made = not in_bucket(workdir) and not os.path.lexists(workdir)
     check_writable(workdir)
   except ConfigError as error:
     refuse(error)
@@ -107,7 +108,8 @@ def run(
     try:
       with joined(given.joining, _said):
         if configured:
-          validate(config, training=training)
+          with _removed_if_refused(workdir if made else None):
+            validate(config, training=training)
         status = main(config, workdir)
     except Exception as error:
       status = _said(error)
@@ -117,6 +119,18 @@ def run(
 
   app.run(start, argv=sys.argv[:1], flags_parser=lambda argv: argv)
   raise AssertionError("absl ends the program")
+
+
+@contextlib.contextmanager
+def _removed_if_refused(folder: str | None) -> Iterator[None]:
+  """Leaves no empty folder behind a configuration that is refused; None for one that was there before."""
+  try:
+    yield
+  except ConfigError:
+    if folder is not None:
+      with contextlib.suppress(OSError):  # another process has removed it, or begun to write
+        os.rmdir(folder)
+    raise
 
 
 def run_tool(main: Callable[[], Any], *, example: str, joins: bool = False) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -157,6 +158,7 @@ def check_prompts(config: RunConfig) -> None:
     """Returns the length of a prompt, as a fresh environment poses it; refuses impossible stop ids."""
     name, seconds = prompt.key.environment, config.rollout.environment_timeout
     environment = make_environment(lambda: config.environment.make(tokenizer), name, seconds, clock)
+    close = lambda: call_environment(lambda: environment.close(), name, "close", seconds, clock)
     try:
       ids = await call_environment(lambda: environment.reset(prompt.copy()), name, "reset", seconds, clock)
       with failures_of(name, "reading the prompt"):
@@ -167,9 +169,13 @@ def check_prompts(config: RunConfig) -> None:
       except EnvironmentFailure as failure:
         remedy = f"Give it at most {MAX_STOP_IDS} ids, below model.vocab_size."
         raise ConfigError("environment", failure.problem, remedy) from failure
-      return length
-    finally:
-      await call_environment(lambda: environment.close(), name, "close", seconds, clock)
+    except BaseException:
+      # What failed first is what there is to mend.
+      with contextlib.suppress(EnvironmentFailure):
+        await close()
+      raise
+    await close()
+    return length
 
   async def check(split: str, seed: int) -> None:
     clock = LoopClock().start()

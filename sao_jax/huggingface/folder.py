@@ -72,7 +72,7 @@ class HFFolder:
     return part
 
   def reads_together(self, num_bytes: int) -> int:
-    """How many parts of this size are read at the same time: in a bucket, each waits for an answer."""
+    """Returns how many parts of this size are read at the same time: in a bucket, each waits for an answer."""
     return max(1, min(_TOGETHER, _BYTES_TOGETHER // max(num_bytes, 1))) if in_bucket(self.path) else 1
 
   def beyond_trunk(self) -> list[str]:

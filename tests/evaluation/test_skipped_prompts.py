@@ -70,6 +70,22 @@ def test_the_start_says_what_will_be_skipped_and_goes_on(data, caplog):
   assert len(said) == 1 and said[0].startswith("11" if data else "10")
 
 
+def test_an_environment_that_fails_to_close_does_not_hide_what_is_wrong_with_its_prompts():
+  class Closes(training_toy.ParityEpisode):
+    async def reset(self, prompt):
+      raise BadPrompt("prompts", "there is no question", "drop it", reason="no_question")
+
+    async def close(self):
+      raise EnvironmentFailure("close", "it is gone", retryable=False)
+
+  @dataclasses.dataclass(frozen=True)
+  class Settings(training_toy.Parity):
+    make = staticmethod(lambda tokenizer: Closes())
+
+  with pytest.raises(BadPrompt, match="there is no question"):
+    check_prompts(dataclasses.replace(training_toy.get_config(), environment=Settings()))
+
+
 def test_the_start_refuses_a_data_set_without_a_single_prompt_that_fits():
   with pytest.raises(PromptTooLong, match="has 40 tokens") as error:
     check_prompts(make_config(data="long"))

@@ -453,7 +453,7 @@ def test_a_program_validates_once(tmp_path, name):
 
 
 def test_what_only_training_refuses_is_refused_before_anything_is_written(tmp_path):
-  flags_of_it = ("--config=tests/toys/training_toy.py", f"--workdir={tmp_path}", "--config.sampler.top_p=0.9")
+  flags_of_it = ("--config=tests/toys/training_toy.py", f"--workdir={tmp_path / 'run'}", "--config.sampler.top_p=0.9")
   done = program("train", *flags_of_it)
   assert done.returncode == 2 and "error: sampler.top_p" in done.stderr, done.stderr
   assert list(tmp_path.iterdir()) == []

@@ -17,6 +17,7 @@ from sao_jax.models.attention.kind import ATTENTION_OUT, PASSED
 from sao_jax.models.linear import feed_forward, linear, rms_norm
 from sao_jax.models.lora import add_lora, lora_of
 from sao_jax.models.moe import Routed, moe_feed_forward, set_experts_apart
+from sao_jax.models.passing_layers import scan_passing
 from sao_jax.models.rope import rope_table
 from sao_jax.models.router import router_bias_paths
 from sao_jax.models.vocabulary_shards import can_gather_vocabulary, sharded_embedding
@@ -116,6 +117,8 @@ def trunk(
 
   common = {name: params[name] for name in kind.common_specs(config)}
   passed = kind.start(config, attend, *token_ids.shape)
+  if passed is not None:
+    common = jax.lax.stop_gradient(common)  # a choice is passed, which has no gradient
   scale = params["lora"]["scale"] if "lora" in params else None
 
   # Experts that the layers read where they stand, {} if each layer is given its own.
@@ -123,7 +126,11 @@ def trunk(
   if in_place and scale is None and "moe_layers" in stacks:
     stacks["moe_layers"], experts = set_experts_apart(stacks["moe_layers"], x.dtype, layout)
 
-  def layer(state: tuple[jax.Array, Any, Any], inputs: tuple[Params, Params, jax.Array, jax.Array | None]):
+  def layer(
+    state: tuple[jax.Array, Any, Any],
+    inputs: tuple[Params, Params, jax.Array, jax.Array | None],
+    chosen: bool = False,
+  ) -> tuple[tuple[jax.Array, Any, Any], Routed | None]:
     x, carry, passed = state
     params, lora, layer_index, replayed = inputs
     params, routed = add_lora(params, lora, scale), None
@@ -141,6 +148,7 @@ def trunk(
       carry,
       common=common,
       passed=passed,
+      chosen=chosen,
       layout=layout,
     )
     x = x + out
@@ -154,16 +162,25 @@ def trunk(
       out = feed_forward(params["mlp"], normed, layout)
     return (layout.constrain(x + out, "batch", "sequence", None), carry, passed), routed
 
+  # With `scan_passing`: without a carry.
+  def passing_layer(x: jax.Array, passed: Any, weights: Any, others: Any, chosen: bool) -> tuple[jax.Array, Any, Any]:
+    (x, _, passed), routed = layer((x, None, passed), (*weights, *others), chosen)
+    return x, passed, routed
+
   # One loop over each stack of equal layers.
   first_layer, routed = 0, None
   for name, stack in stacks.items():
     count = stack["mlp_norm"].shape[0]
     layer_indices = jnp.arange(first_layer, first_layer + count, dtype=jnp.int32)
     replayed = None if routed_experts is None or name == "dense_layers" else jnp.moveaxis(routed_experts, 2, 0)
-    step = rematerialize(layer, config.remat, straight=count == 1)
-    shallow = count <= UNROLLED_LAYERS and config.remat == "none"
     inputs = (stack, lora_of(params, name), layer_indices, replayed)
-    (x, carry, passed), routed = jax.lax.scan(step, (x, carry, passed), inputs, unroll=shallow)
+    if passed is not None and config.remat == "full" and carry is None:
+      replaces = kind.replaces(config)[first_layer : first_layer + count]
+      x, passed, routed = scan_passing(passing_layer, replaces, x, passed, inputs[:2], inputs[2:])
+    else:
+      step = rematerialize(layer, config.remat, straight=count == 1)
+      shallow = count <= UNROLLED_LAYERS and config.remat == "none"
+      (x, carry, passed), routed = jax.lax.scan(step, (x, carry, passed), inputs, unroll=shallow)
     first_layer += count
 
   return rms_norm(x, params["final_norm"], config.rms_norm_eps), carry, routed
@@ -178,8 +195,8 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
   """`layer` with a policy of what the backward pass finds and what it computes again.
 
   none: finds everything. dots: results of matrix products, and of attention. attention: results of attention and the
-  layer's input. full: the input only. offload: as attention, but in the host's memory. All find the positions that a
-  layer passes on, in place of those that it was passed.
+  layer's input. full: the input only. offload: as attention, but in the host's memory. All but full find what a layer
+  passes on, in place of what it was passed; for full see `passing_layers`.
 
   Set `straight` when `layer` is not inside a loop after compilation. XLA could then merge the recomputation with the
   forward pass and keep the activations; `prevent_cse` stops it.
@@ -191,7 +208,7 @@ def rematerialize(layer: Callable, remat: str, straight: bool = False) -> Callab
   keep = jax.checkpoint_policies
   attention = keep.save_only_these_names(ATTENTION_OUT, PASSED)
   policies = {
-    "full": keep.save_only_these_names(PASSED),
+    "full": keep.nothing_saveable,
     "dots": keep.save_from_both_policies(keep.dots_with_no_batch_dims_saveable, attention),
     "attention": attention,
     "offload": keep.save_and_offload_only_these_names(

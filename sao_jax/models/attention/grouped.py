@@ -66,10 +66,11 @@ def grouped_layer(
   *,
   common: Params,
   passed: None,
+  chosen: bool = False,
   layout: Layout = ONE_DEVICE,
 ) -> tuple[Float[Array, "B T D"], Any, None]:
   """Projections, optional biases and q/k norm, rotary embedding, `attend`, output; see `kind.AttentionLayer`."""
-  del common, passed
+  del common, passed, chosen
   q, k, v = (linear(x, params[name], layout) for name in ("q", "k", "v"))
   if config.attention_bias:
     q, k, v = (part + params[name].astype(x.dtype) for part, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))

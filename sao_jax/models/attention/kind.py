@@ -40,6 +40,7 @@ class AttentionLayer(Protocol):
     *,
     common: Params,
     passed: Any,
+    chosen: bool = False,
     layout: Layout = ONE_DEVICE,
   ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """Returns the output, the next carry and what is passed to the next layer.
@@ -54,6 +55,7 @@ class AttentionLayer(Protocol):
       carry: the state of `attend`, for example a cache.
       common: the parameters of `AttentionKind.common_specs`.
       passed: what the layer before has passed on; of the first layer `AttentionKind.start`.
+      chosen: `passed` is what this layer itself passes on, found again by the backward pass.
       layout: the one that parameters and tokens are placed by.
     """
 
@@ -71,6 +73,7 @@ class AttentionKind:
     matrices: the names that LoRA can adapt, and how many axes of each are inputs; a name means the same in every kind.
     common_specs: (config) -> groups of parameters that no single layer owns, {} for none.
     start: (config, attend, B, T) -> what is passed to the first layer.
+    replaces: (config) -> for every layer, does it replace what it is passed? Read only where `start` is not None.
     fixed: (config) -> full names of the leaves that no gradient reaches: nothing trains them.
   """
 
@@ -82,4 +85,5 @@ class AttentionKind:
   matrices: Mapping[str, int]
   common_specs: Callable[[ModelConfig], Specs] = lambda config: {}
   start: Callable[[ModelConfig, Attend, int, int], Any] = lambda config, attend, batch, length: None
+  replaces: Callable[[ModelConfig], tuple[bool, ...]] = lambda config: ()
   fixed: Callable[[ModelConfig], frozenset[str]] = lambda config: frozenset()

@@ -209,6 +209,7 @@ def latent_layer(
   *,
   common: Params,
   passed: Selection,
+  chosen: bool = False,
   layout: Layout = ONE_DEVICE,
 ) -> tuple[Float[Array, "B T D"], Any, Selection]:
   """Queries and latents of the tokens, the choice of what they read, `attend`, output; see `kind.AttentionLayer`.
@@ -220,7 +221,7 @@ def latent_layer(
   latent = latent_keys(params, x, table, config, layout)
   selection = passed
 
-  if config.index_topk:
+  if config.index_topk and not chosen:
     # Indexers are stacked over the layers that have one: `number` counts those up to this layer.
     full = np.asarray(is_full(config))
     number = jnp.asarray(np.cumsum(full) - 1, jnp.int32)[layer_index]
@@ -272,5 +273,6 @@ LATENT = AttentionKind(
   matrices={"q_a": 1, "q_b": 1, "kv_a": 1, "kv_b": 1, "o": 2},
   common_specs=indexer_stack,
   start=no_selection,
+  replaces=is_full,
   fixed=indexer_paths,
 )

@@ -36,7 +36,7 @@ def main(config: RunConfig, workdir: str) -> None:
     version, phase = policy.version, policy.phase
     weights = sampler_side.make_publisher(learner)(policy.params)
     share = heldout.evaluate(config, weights, version, stop, share=learner.share)
-    result = heldout.merged(config, processes, share)
+    result = heldout.merged(config, processes, share, lambda: stop.requested)
 
   logging.info("%s, version %d: held-out success %s", phase, version, result)
   record = {"phase": phase, "policy_version": version} | _origin(config, policy.checkpoint) | result.metrics()

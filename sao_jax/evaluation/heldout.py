@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 from absl import logging
@@ -138,10 +139,12 @@ def evaluate(
   )
 
 
-def merged(config: RunConfig, processes: Processes, own: Evaluation | None) -> Evaluation | None:
+def merged(
+  config: RunConfig, processes: Processes, own: Evaluation | None, look: Callable[[], object] = lambda: None
+) -> Evaluation | None:
   """Returns the evaluation of all processes, made of their shares; None if a process has none. All call it together.
 
-  The trajectories stay those of this process.
+  The trajectories stay those of this process. `look` is called now and then while others are waited for; it may raise.
   """
   if processes.count == 1:
     return own
@@ -158,7 +161,7 @@ def merged(config: RunConfig, processes: Processes, own: Evaluation | None) -> E
       "ungraded": own.ungraded,
       "skipped": own.skipped,
     }
-  shares = processes.gather("the shares of an evaluation", sums)
+  shares = processes.gather("the shares of an evaluation", sums, look)
   if None in shares:
     return None
 

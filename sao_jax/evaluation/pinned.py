@@ -141,7 +141,8 @@ class PinnedEvaluation:
     """
     if self._result is None:
       return None
-    evaluation = merged(self._config, self._processes, self._own(timeout))
+    # A share may take minutes elsewhere, and a stop that this process is asked for is one of all.
+    evaluation = merged(self._config, self._processes, self._own(timeout), lambda: self._interrupt.requested)
     if evaluation is None:
       return None
     self.version, self._result = None, None

@@ -146,11 +146,11 @@ class Experience:
     """Returns the batch of the next step; None once an interruption was requested while waiting for it."""
     self._rollouts.check()
     if self.interrupt.requested:
-      return agreed_batch(self._learner, None)
+      return self._agreed(None)
     after = self._step - self._settings.demonstration_steps
     if after < 0:
       demonstrations = [_as_of(version, trajectory) for trajectory in self._demonstrations.batch(self._size)]
-      return agreed_batch(self._learner, demonstrations)
+      return self._agreed(demonstrations)
 
     # A fresh batch, which waits for rollouts, or one of the passes over those of before.
     if after % self._settings.passes == 0 or not len(self.store):
@@ -158,7 +158,10 @@ class Experience:
       self._fresh = [] if batch is None else batch.trajectories
       return batch
     rng = np.random.default_rng([DRAWS, self._learner.config.training.seed, self._step])
-    return agreed_batch(self._learner, self.store.draw(self._size, rng))
+    return self._agreed(self.store.draw(self._size, rng))
+
+  def _agreed(self, trajectories: Sequence[Trajectory] | None) -> Batch | None:
+    return agreed_batch(self._learner, trajectories, self._rollouts.look)
 
   def consumed(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """See `Rollouts.consumed`; says how many of the trajectories are demonstrations."""

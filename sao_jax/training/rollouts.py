@@ -65,7 +65,7 @@ class Rollouts:
     deterministic: bool = False,
     look: Callable[[], None] = lambda: None,
     expectation: Expectation | None = None,
-    agree: Callable[[list[Trajectory] | None], Any] = lambda trajectories: trajectories,
+    agree: Callable[[list[Trajectory] | None, Callable[[], None]], Any] = lambda trajectories, look: trajectories,
   ):
     """Args:
     loop: the asynchronous loop, not started yet.
@@ -78,7 +78,7 @@ class Rollouts:
     look: called now and then while waiting for a batch; may raise.
     expectation: of what the bounds on staleness do to the data; None expects nothing.
     agree: makes of the trajectories that the buffer hands out, or of None, what `take` returns; in training the batch
-      of all processes, or None for all if one of them was asked to stop.
+      of all processes, or None for all if one of them was asked to stop. It calls `look` while it waits for others.
     """
     self.loop, self.interrupt, self.waits = loop, interrupt, Waits()
     self._batch_size, self._service, self._deterministic, self._look = batch_size, service, deterministic, look
@@ -116,8 +116,8 @@ class Rollouts:
         continue
 
       with self.waits("take"):
-        return self._agree(trajectories)
-    return self._agree(None)
+        return self._agree(trajectories, self.look)
+    return self._agree(None, self.look)
 
   def consumed(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Takes note of what a step consumes; call it once per step, while the device computes it.
@@ -158,6 +158,12 @@ class Rollouts:
   def check(self) -> None:
     """Raises the exception that stopped the rollout side, as itself."""
     self.loop.check()
+
+  def look(self) -> None:
+    """Looks around while other processes are waited for: raises what fails here, and tells them of a stop."""
+    self._look()
+    self.check()
+    _ = self.interrupt.requested
 
   def state_dict(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Returns (JSON, numpy arrays): everything needed to go on, see `RolloutLoop.state_dict`."""

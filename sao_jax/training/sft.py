@@ -142,7 +142,8 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
         # Step: still running when the metrics of the step before are logged. All processes stop together.
         skipped = demonstrations.bad_prompts.count
         size = config.sft.batch_size // learner.share.count if learner.share.brings else 0
-        batch = agreed_batch(learner, None if stop.requested else demonstrations.batch(size))
+        own = None if stop.requested else demonstrations.batch(size)
+        batch = agreed_batch(learner, own, lambda: stop.requested)
         if batch is None:
           break
         skipped = demonstrations.bad_prompts.count - skipped

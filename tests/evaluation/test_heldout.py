@@ -11,11 +11,16 @@ import numpy as np
 import pytest
 from toys import hanging_toy, training_toy
 from toys.rollout_fakes import make_trajectory
+from toys.shared_store import SharedStore, together
 
 from sao_jax.evaluation import heldout, pinned
 from sao_jax.evaluation.heldout import Evaluation, evaluate
+from sao_jax.evaluation.pinned import PinnedEvaluation
 from sao_jax.interrupt import Interrupt, Interrupted
 from sao_jax.learner import placement, sampler_side, setup
+from sao_jax.parallel import agreement
+from sao_jax.parallel.agreement import SharedStop
+from sao_jax.parallel.process import DataShare
 from sao_jax.report.metrics import read_metrics
 from sao_jax.report.success_rate import success
 from sao_jax.sampler.requests import GenerateRequest
@@ -118,6 +123,31 @@ def test_an_error_of_an_evaluation_ends_a_run_that_waits_for_a_batch(tmp_path, m
   config = training_toy.replace(hanging_toy.get_config(), evaluation={"every": 2}, training={"audit": False})
   with pytest.raises(ZeroDivisionError, match="in the evaluation"):
     loop.train(config, tmp_path)
+
+
+def test_a_stop_is_told_to_a_process_whose_share_of_an_evaluation_is_waited_for(monkeypatch):
+  monkeypatch.setattr(agreement, "SLICE", 0.02)
+
+  def slow(config, params, version, interrupt, share):
+    deadline = time.monotonic() + 5
+    while share.index and time.monotonic() < deadline:
+      if interrupt.requested:
+        raise Interrupted
+      time.sleep(0.02)
+    return Evaluation(success(0, 0, 0.9), 0.0, 0.0, 0, version, [])
+
+  def wait(processes):
+    signal = Interrupt()
+    own = SharedStop(signal, processes), DataShare(processes.index, 2)
+    with PinnedEvaluation(make_config(), own[0], processes=processes, share=own[1]) as evaluation:
+      evaluation.start({}, 2, 3)
+      if processes.index == 0:
+        threading.Timer(0.1, lambda: setattr(signal, "requested", True)).start()
+      evaluation.finish(2)
+      return evaluation.version
+
+  monkeypatch.setattr(pinned, "evaluate", slow)
+  assert together(SharedStore(), 2, wait) == [2, 2]  # it was cut, and stays to be done
 
 
 def test_what_was_trained_is_saved_when_an_evaluation_fails(tmp_path, monkeypatch):

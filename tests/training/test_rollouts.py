@@ -12,8 +12,11 @@ import pytest
 from toys import processes
 from toys.paths import REPOSITORY
 from toys.rollout_fakes import FakeEnvironment, FakeSampler, make_loop
+from toys.shared_store import SharedStore
 
 from sao_jax.interrupt import POLL, Interrupt
+from sao_jax.parallel import agreement
+from sao_jax.parallel.agreement import Processes, SharedStop
 from sao_jax.training.consumed import Record
 from sao_jax.training.rollouts import Rollouts
 
@@ -48,7 +51,7 @@ class Service:
     return {}
 
 
-def make(record=None, interrupt=None, look=lambda: None, delay=0.0, **config) -> tuple[Rollouts, Service]:
+def make(record=None, interrupt=None, look=lambda: None, delay=0.0, agree=None, **config) -> tuple[Rollouts, Service]:
   sampler = Sampler(delay=lambda rollout_id: delay)
   loop = make_loop(sampler=sampler, **config)
   service = Service(loop, sampler)
@@ -63,7 +66,7 @@ def make(record=None, interrupt=None, look=lambda: None, delay=0.0, **config) ->
       first_step=7,
       deterministic=deterministic,
       look=look,
-      agree=lambda trajectories: None if trajectories is None else Batch(trajectories),
+      agree=agree or (lambda trajectories, look: None if trajectories is None else Batch(trajectories)),
     ),
     service,
   )
@@ -155,6 +158,36 @@ def test_a_requested_interruption_ends_the_wait_without_a_batch():
     assert rollouts.take(0) is None
     assert len(looks) == 2 and POLL <= time.monotonic() - began < 20
     assert rollouts.take(0) is None and len(looks) == 2  # at once
+
+
+def test_a_stop_and_a_failure_are_noticed_while_the_batches_of_others_are_waited_for(monkeypatch):
+  monkeypatch.setattr(agreement, "SLICE", 0.02)
+  store, signal = SharedStore(), Interrupt()
+  own, other = (Processes(index, 2, store) for index in (0, 1))
+
+  def agree(trajectories, look):
+    signal.requested = True  # after this process has got its batch
+    return own.gather("the rows of a batch", trajectories is None, look)
+
+  rollouts, _ = make(interrupt=SharedStop(signal, own), agree=agree)
+  with rollouts, concurrent.futures.ThreadPoolExecutor(1) as thread:
+    taken = thread.submit(rollouts.take, 0)
+    deadline = time.monotonic() + 20
+    while not other.stop_requested and time.monotonic() < deadline:
+      time.sleep(0.02)
+    assert other.stop_requested and not taken.done()
+    assert other.gather("the rows of a batch", True) == taken.result(20) == [False, True]
+
+  # An evaluation, for one, that fails meanwhile.
+  failed = []
+
+  def look():
+    if failed:
+      raise failed[0]
+
+  rollouts, _ = make(look=look, agree=lambda trajectories, look: failed.append(LookupError("the evaluation")) or look())
+  with rollouts, pytest.raises(LookupError, match="the evaluation"):
+    rollouts.take(0)
 
 
 def test_what_look_raises_ends_the_wait():

@@ -20,13 +20,13 @@ def test_ctrl_c_and_the_same_command_again_leave_no_trace(tmp_path, monkeypatch)
   expected = jax.device_get(sft.sft(config, tmp_path / "expected"))
   pack, packed = sft.agreed_batch, []
 
-  def pack_and_interrupt(learner, trajectories):
+  def pack_and_interrupt(learner, trajectories, look):
     if trajectories is None:  # it was asked to stop
-      return pack(learner, trajectories)
+      return pack(learner, trajectories, look)
     packed.append([trajectory.token_ids.tolist() for trajectory in trajectories])
     if len(packed) == 2:
       signal.raise_signal(signal.SIGINT)
-    return pack(learner, trajectories)
+    return pack(learner, trajectories, look)
 
   monkeypatch.setattr(sft, "agreed_batch", pack_and_interrupt)
   workdir = tmp_path / "interrupted"

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from launch import EXIT_INTERRUPTED, _compilation_cache
-from launch._processes import EXIT_FAILURE, FULL, define_flags, joined, joining_of
+from launch._processes import FULL, define_flags, joined, joining_of
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree, field_values
 from sao_jax.configuration.listing import listing
@@ -32,14 +32,13 @@ from sao_jax.configuration.module_file import load_module
 from sao_jax.configuration.paths import check_readable, check_storable, expand, in_bucket, located
 from sao_jax.configuration.relations import validate
 from sao_jax.configuration.run_record import check_viewed, read_config
-from sao_jax.errors import ConfigError, RunError
+from sao_jax.errors import EXIT_BAD_INPUT, EXIT_FAILURE, ConfigError, RunError
 from sao_jax.huggingface.pretrained import with_folder_shape
 from sao_jax.interrupt import Interrupted
 from sao_jax.parallel.process import Joining
 
 flags.disclaim_key_flags()  # --help of a launcher shows these flags as its own
 
-EXIT_BAD_INPUT = 2
 EXIT_RESUMABLE = 75  # interrupted and saved, EX_TEMPFAIL of sysexits.h: the same command goes on
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 

@@ -18,11 +18,10 @@ from absl import flags, logging
 
 from launch import stop
 from sao_jax import interrupt
+from sao_jax.errors import EXIT_FAILURE
 from sao_jax.parallel.agreement import Processes, ProcessFailed, all_processes
 from sao_jax.parallel.process import Joining, initialize_processes, joining, leave_processes
 from sao_jax.parallel.watch import leave_failed, watched
-
-EXIT_FAILURE = 1
 
 FULL = errno.ENOSPC, errno.EDQUOT  # what a full disk says
 

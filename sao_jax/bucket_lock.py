@@ -108,9 +108,10 @@ class BucketLock:
       if seen != read.stamp.generation:
         seen, seen_at, lives = read.stamp.generation, now, seen is not None
       expired = now - seen_at >= EXPIRY
-      if read.state == "missing" or expired or (dead and other == dead):
+      mine = other == self._holder  # a write whose answer was lost was tried again, and failed on itself
+      if read.state == "missing" or expired or mine or (dead and other == dead):
         if self._write(read.stamp.generation):
-          if read.state != "missing":
+          if read.state != "missing" and not mine:
             why = f"it was not renewed for {EXPIRY:g} s" if expired else "that process has ended"
             logging.warning("Took over the lock of %s from %s: %s.", self._where, described(other), why)
           return
@@ -137,7 +138,7 @@ class BucketLock:
         return
 
       # A write whose answer was lost is tried again, and fails on itself.
-      read = self._store.read(LOCK_FILE).result()
+      read = self._store.read(LOCK_FILE).result(timeout=EXPIRY)
       if _parsed(read.value) == self._holder and self._write(read.stamp.generation):
         return
       taker = described(_parsed(read.value)) if read.state != "missing" else "somebody who has removed it"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+EXIT_FAILURE, EXIT_BAD_INPUT = 1, 2  # statuses of programs: of the end of a run, and of bad input
+
 
 class ConfigError(ValueError):
   """A setting that cannot work. The message is one screen: the field, what is wrong, what to do."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import jax
 
-from sao_jax.errors import RunError
+from sao_jax.errors import EXIT_BAD_INPUT, EXIT_FAILURE, ConfigError, RunError
 from sao_jax.interrupt import StopSignal
 from sao_jax.parallel.process import own_address
 
@@ -217,13 +217,15 @@ class Processes:
     self._stop = bool(self._store.key_value_dir_get(f"{_ROOT}/stop/")) or self.failure() is not None
     return self._stop
 
-  def fail(self, error: BaseException | str, status: int = 1) -> None:
+  def fail(self, error: BaseException | str, status: int | None = None) -> None:
     """Tells the others that this process cannot go on, and why: those that wait for it raise `ProcessFailed`.
 
-    The first failure is that of all. `status` is the exit status that it has.
+    The first failure is that of all. `status` is the exit status that it has; None: as a program ends by such an error.
     """
     if self.count > 1:
       self.noticed = True
+      if status is None:
+        status = EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILURE
       text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
       entry = {"process": self.index, "text": text[:2000], "status": status}
       with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first, or the store is gone

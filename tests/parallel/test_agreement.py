@@ -11,6 +11,7 @@ from toys import processes
 from toys.paths import REPOSITORY
 from toys.shared_store import SharedStore, together
 
+from sao_jax.errors import ConfigError
 from sao_jax.parallel import agreement
 from sao_jax.parallel.agreement import ALONE, Disagreement, Processes, ProcessFailed, SharedStop
 from sao_jax.parallel.watch import leave_failed, watched
@@ -131,6 +132,14 @@ def test_the_first_failure_is_that_of_all_with_its_status_and_stops_long_waits()
   assert first.stop_requested  # and the next decision says why
   second.go()
   assert first.gone() == {1} and not second.gone()
+
+
+def test_bad_input_that_one_process_meets_late_has_its_status_for_all():
+  """Whoever tells of it, as the saver does: the launcher comes behind."""
+  for error, status in ((ConfigError("environment", "no prompt fits.", "Mend it."), 2), (OSError("disk full"), 1)):
+    first, second = (Processes(index, 2, store) for store in [SharedStore()] for index in (0, 1))
+    second.fail(error)
+    assert first.failure().status == status
 
 
 def watched_end(act, **options):

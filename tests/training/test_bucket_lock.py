@@ -117,6 +117,26 @@ def test_of_two_that_take_it_at_once_one_waits(store, time):
   assert held_by(store) == SECOND
 
 
+def test_one_does_not_wait_for_itself_if_an_answer_was_lost(store, time, said):
+  class Forgetful:
+    """The first write is tried again, and finds that it has been done."""
+
+    def read(self, key):
+      return store.read(key)
+
+    def write(self, *arguments, **options):
+      if held_by(store) is None:
+        store.write(*arguments, **options).result()
+      return store.write(*arguments, **options)
+
+  first = lock(Forgetful(), FIRST, time)
+  first.acquire(0.0)
+  assert time.now == 0.0 and not said
+  first.renew()
+  first.release()
+  assert held_by(store) is None
+
+
 def test_a_renewal_whose_answer_was_lost_is_no_loss(store, time):
   first = lock(store, FIRST, time)
   first.acquire(0.0)

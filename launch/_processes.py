@@ -65,6 +65,7 @@ def joined(place: Joining | None, say: Callable[[BaseException], int | None] = l
   with watched(processes, functools.partial(_end_with, processes)), _signals_are_told(processes):
     try:
       yield
+      processes.gather("the end of the program", None)  # jax would wait for those that still work a minute only
     except SystemExit:  # of all, or it would be a failure
       leave_processes()
       raise

@@ -46,6 +46,7 @@ def main(config: RunConfig, workdir: str) -> None:
   if not learner.devices.samples:
     return  # of several processes, those that sample show it
   with (
+    learner.processes.busy(),
     interrupt.Interrupt() as stop,
     sampler_side.make_service(config, params, seed=config.training.seed, version=version) as service,
   ):

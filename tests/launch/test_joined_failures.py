@@ -36,3 +36,10 @@ def test_a_second_ctrl_c_ends_all_with_its_status(tmp_path):
   assert [status for status, _ in ended] == [130, 130], ended
   assert ended[0][1].endswith("Interrupted.\n") and "Traceback" not in ended[0][1] + ended[1][1]
   assert "Process 0 has failed (it was ended by SIGINT)" in ended[1][1]
+
+
+@pytest.mark.timeout(300)
+def test_one_with_nothing_to_do_stays_until_all_are_done(tmp_path):
+  ended = end_of("idle", tmp_path)
+  assert [status for status, _ in ended] == [0, 0], ended
+  assert ended[1][1].endswith("done\n")

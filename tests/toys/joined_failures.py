@@ -2,6 +2,7 @@
 
 * `damage`: a part of the newest checkpoint, then a full disk while the other has begun to save.
 * `interrupt`: a second Ctrl-C, while the other looks at nothing.
+* `idle`: nothing, and the first one has nothing to do while the other works on.
 """
 
 from __future__ import annotations
@@ -67,13 +68,25 @@ def interrupt(folder: str) -> None:
     time.sleep(120)
 
 
+def idle(folder: str) -> None:
+  """Process 1 works for longer than jax waits for it when process 0 leaves."""
+  from sao_jax.parallel.agreement import all_processes
+
+  if all_processes().index == 1:
+    time.sleep(8)
+  sys.stdout.write("done\n")
+
+
 def main(kind: str, folder: str) -> None:
   from launch import _flags, stop
   from launch._processes import joined
+  from sao_jax.parallel import process
 
   signal.signal(signal.SIGINT, stop)  # as in `python -m launch.NAME`
+  if kind == "idle":
+    process.LEAVE_SECONDS = 2
   with joined(None, _flags._said):
-    {"damage": damage, "interrupt": interrupt}[kind](folder)
+    {"damage": damage, "interrupt": interrupt, "idle": idle}[kind](folder)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,14 @@
 
     python -m launch.compile_pod --config=configs/glm_5_2.py --topology=v5p:8x8x8
 
-tells what each chip holds and what bounds a step. To be trained it needs what a run cannot do yet: hosts that hold one
-copy of the policy together.
+tells what each chip holds and what bounds a step.
 
 The mesh: each axis is one axis of the torus. A row lies on eight chips (context=8), whose latents are small enough to
 be gathered; experts live on eight others (expert=8), to which tokens travel, and weights are split over all three.
 Two micro-batches of 64 rows leave 16,384 tokens to a chip at a time.
 
-A copy of the policy for sampling takes 64 chips, 16 hosts, which cannot learn besides: `sampler.mesh` and
-`rollout.hosts_per_sampler` say how it would lie there.
+A copy of the policy for sampling takes 64 chips, 16 hosts, which cannot learn besides. A run has them apart from those
+512: rollout.placement=split, rollout.sampler_hosts=16 and evaluation.sampler=shared.
 """
 
 from __future__ import annotations

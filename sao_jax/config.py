@@ -232,7 +232,7 @@ class RolloutConfig:
   placement: Literal["shared", "split"] = "shared"  # sampler and learner: on the same devices, or on two sets
   sampler_devices: NonNegativeInt = 0  # split only: how many devices of every host sample
   sampler_hosts: NonNegativeInt = 0  # split only: how many of several hosts sample, the last ones; the others learn
-  hosts_per_sampler: PositiveInt = 1  # hosts that hold one copy of the policy together
+  hosts_per_sampler: PositiveInt = 1  # hosts, of those set apart, that hold one copy of the policy together
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import jax
+from absl import logging
 
 from sao_jax.parallel.agreement import SECONDS, SLICE, Processes, ProcessFailed
 
@@ -138,10 +138,10 @@ class Channel:
 
   @contextlib.contextmanager
   def explained(self) -> Iterator[None]:
-    """Raises the reason in place of an error of jax: a program fails when another process dies in the middle of it."""
+    """Raises the reason in place of an error: a program fails when another process dies in the middle of it."""
     try:
       yield
-    except jax.errors.JaxRuntimeError as error:
+    except Exception as error:  # of different types, by the place where jax meets it
       reason = self.explain(error)
       if reason is error:
         raise
@@ -192,6 +192,7 @@ class Channel:
       if self.error is not None or self._ended or self._closing:
         return
       self.error, call = error, self._on_failure
+    logging.error("%s", error)  # the main thread may wait for a device for ever, until jax ends the process
     self._failed.set()
     self._messages.put(None)
     call(error)

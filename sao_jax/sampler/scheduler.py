@@ -204,6 +204,8 @@ class Scheduler:
     self._sessions[request.session_id] = session
     if request.new_context:
       session.begin_context()
+      if session.slot is not None:
+        self._engine.release(session.slot)  # what the old context held; the new one takes what it needs
     session.token_ids += [int(token) for token in request.new_token_ids]
     session.turn = Turn(request, on_done, budget=max(budget, 0), steps_left=0)
 

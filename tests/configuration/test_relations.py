@@ -12,7 +12,7 @@ from toys import training_toy
 
 from sao_jax.algorithm.train_step import ADVANTAGES
 from sao_jax.config import AlgorithmConfig, ModelConfig, RunConfig, SamplerConfig, Sizes
-from sao_jax.configuration import bounds, config_tree
+from sao_jax.configuration import bounds, config_tree, relations
 from sao_jax.configuration.relations import validate
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.errors import ConfigError
@@ -181,6 +181,18 @@ def test_fields_that_contradict_each_other(overrides, field, problem, remedy):
   error = refused(overrides)
   assert error.field == field and problem in error.problem and remedy in error.remedy
   assert field in str(error) and "remedy: " in str(error)
+
+
+def test_a_sampler_of_several_hosts_evaluates_itself(monkeypatch):
+  joined = {"rollout.hosts_per_sampler": 2, "rollout.placement": "split", "rollout.sampler_hosts": 2}
+  own = config_tree.replace(training_toy.get_config(), joined | {"evaluation.sampler": "own", "evaluation.every": 1})
+  monkeypatch.setattr(relations, "_hosts", lambda: 4)
+  with pytest.raises(ConfigError) as error:
+    validate(own, training=True)
+  assert error.value.field == "evaluation.sampler"
+  validate(own, training=False)  # launch.evaluate has no other one
+  for overrides in ({"evaluation.sampler": "shared"}, {"evaluation.every": 0}):
+    validate(config_tree.replace(own, overrides), training=True)
 
 
 @pytest.mark.parametrize(

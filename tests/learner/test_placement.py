@@ -74,6 +74,23 @@ def test_on_shared_hosts_all_learn_and_each_samples():
 SPLIT = {"placement": "split", "sampler_hosts": 4, "hosts_per_sampler": 2}
 
 
+def test_the_first_host_of_a_sampler_leads_and_brings_the_data_for_all():
+  found = [divided(pod(8), process, **SPLIT) for process in range(8)]
+  assert [each.follows for each in found] == [False] * 5 + [True, False, True]
+  assert [each.group for each in found] == [None] * 4 + [0, 0, 1, 1]
+  assert [each.share.index for each in found] == [None] * 4 + [0, None, 1, None]
+  assert {each.share.count for each in found} == {2}
+
+
+@pytest.mark.parametrize("rollout", [{}, {"placement": "split", "sampler_devices": 1}])
+def test_hosts_that_learn_cannot_hold_a_sampler_together(monkeypatch, rollout):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  config = training_toy.replace(training_toy.get_config(), rollout=rollout | {"hosts_per_sampler": 2})
+  with pytest.raises(ConfigError, match="2 hosts that learn cannot hold one sampler together") as error:
+    placement.place(config)
+  assert error.value.field == "rollout.hosts_per_sampler"
+
+
 def test_several_hosts_are_split_by_hosts():
   learning, sampling = (divided(pod(8, "tpu"), process, **SPLIT) for process in (3, 6))
   assert (learning.learns, learning.samples, learning.sampler) == (True, False, ())

@@ -63,6 +63,17 @@ def test_pages_of_waiting_sessions_are_taken_before_running_turns_give_way():
   assert generate(scheduler, request(0, (5,), 4)).token_ids.tolist() == answer(ids, 0, 4)
 
 
+def test_a_new_context_gives_the_pages_of_the_old_one_back():
+  _, scheduler = make(num_slots=2, context_length=32, decode_steps=2, num_pages=8)
+  generate(scheduler, request(0, (1, 2), 20, keep_slot=True))  # holds six pages
+  done = {}
+  scheduler.submit(request(0, (5,), 10, new_context=True), lambda result: done.setdefault(0, result))
+  scheduler.submit(request(1, (3, 4), 16), lambda result: done.setdefault(1, result))
+  drain(scheduler)
+  assert done[1].token_ids.tolist() == answer((3, 4), 1, 16) and len(done[0].token_ids) == 10
+  assert (scheduler.stats()["parked"], scheduler.stats()["preempted"]) == (0, 0)
+
+
 TURN = st.tuples(st.lists(st.integers(1, 90), max_size=6), st.integers(1, 9))
 
 

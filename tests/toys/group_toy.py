@@ -1,6 +1,7 @@
-"""One sampler over two processes with a device each: `group_toy.py SCENARIO`, in both. The leader prints JSON.
+"""One sampler over two processes with a device each: `group_toy.py DYING`, in both. They print JSON.
 
-The same sessions are played on two devices of one process, by `played`.
+In the end the leader or the follower dies. Where it is the follower, sessions are played before; `played` plays them on
+two devices of one process as well.
 """
 
 from __future__ import annotations
@@ -75,20 +76,24 @@ def played(engine, newer):
   }
 
 
-def main(scenario):
+def main(dying):
   import jax
 
   from sao_jax.parallel.agreement import all_processes
-  from sao_jax.parallel.group_channel import Patience, open_channel
-  from sao_jax.parallel.process import initialize_processes, leave_processes
-  from sao_jax.sampler.engine import Engine
-  from sao_jax.sampler.follower import FollowingService
-  from sao_jax.sampler.leader import LeadingEngine, Plan
+  from sao_jax.parallel.process import initialize_processes
 
   initialize_processes()
   processes, devices = all_processes(), tuple(jax.devices())
-  if scenario != "equal":
-    end_early(scenario, processes, devices)
+  if dying == "follower":
+    play_together(processes, devices)
+  end_early(dying, processes, devices)
+
+
+def play_together(processes, devices):
+  from sao_jax.parallel.group_channel import Patience, open_channel
+  from sao_jax.sampler.engine import Engine
+  from sao_jax.sampler.follower import FollowingService
+  from sao_jax.sampler.leader import LeadingEngine, Plan
 
   answers = {}
   for case in CASES:
@@ -105,11 +110,10 @@ def main(scenario):
         service.publish(second, 1)
   if processes.is_writer:
     say(answers)
-  leave_processes()
 
 
-def end_early(scenario, processes, devices):
-  """Samples in a thread while the main threads run programs of both; then the process that `scenario` names dies."""
+def end_early(dying, processes, devices):
+  """Samples in a thread while the main threads run programs of both; then the process `dying` dies."""
   import jax
   import jax.numpy as jnp
   from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -139,7 +143,7 @@ def end_early(scenario, processes, devices):
       waiting = [ask(i) for i in range(4, 40)]
     with service.turn("the end"):
       pass
-    if scenario == ("leader" if leads else "follower"):
+    if dying == ("leader" if leads else "follower"):
       os.kill(os.getpid(), signal.SIGKILL)
 
     # The other one learns it, whatever it does.

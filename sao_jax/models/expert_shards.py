@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from sao_jax.models.expert_buffer import buffer_rows, buffered_experts, buffered_gradient
+from sao_jax.models.expert_dispatch import Group, dispatch, dispatch_pays
 from sao_jax.models.experts import EXPERT_WEIGHTS, ExpertWeights, count_experts, expert_feed_forward, lives_here
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.staged_gather import Stage, gather, scatter_sum, stages
@@ -38,7 +39,8 @@ def sharded_experts(
   """The sum over the experts of every token, and how many were computed; exact and dropless for any routing.
 
   Every device gathers the tokens of its "expert" group and computes the experts it holds, their width split over
-  "tensor"; the partial sums are added and scattered back. With other rules: of the mesh axes that split the experts or
+  "tensor"; the partial sums are added and scattered back. Where that axis is large, tokens travel to the devices of
+  their experts instead, see `dispatch_pays`. With other rules: of the mesh axes that split the experts or
   their width, those that also split the tokens gather and scatter them, and the sums are added over the others.
   """
   return apply_sharded(layout, implementation, params, x, weights, experts)
@@ -62,24 +64,30 @@ def apply_sharded(
   ) -> tuple[jax.Array, jax.Array]:
     num_experts, shape = count_experts(params), x.shape
     params = {name: _gather_weight(params[name], name, axes, x.dtype) for name in EXPERT_WEIGHTS}
-
-    # The sum over the experts here for some of the tokens of this device, and of the others in its group.
-    def of_tokens(x: jax.Array, weights: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
-      x, weights, experts = (_gather_tokens(array, axes) for array in (x, weights, experts))
-      experts = experts - jax.lax.axis_index(axes.expert) * num_experts
-      rows = buffer_rows(experts.size, layout.shards("expert"))
-      if rows < experts.size:
-        out, computed = buffered_experts(
-          params, x, weights, experts, rows=rows, implementation=implementation, layer=layer
-        )
-      else:
-        out = expert_feed_forward(params, x, weights, experts, implementation=implementation, layer=layer)
-        computed = jnp.sum(lives_here(experts, num_experts), axis=-1, dtype=jnp.int32)
-      return _add_up(out, axes), _add_up(computed, axes) // layout.shards("mlp")
-
     number = number_of_parts(x, experts, layout)
-    _, (out, computed) = _in_parts(lambda _, *part: (None, of_tokens(*part)), number, None, x, weights, experts)
-    return out.reshape(shape), computed.reshape(shape[:2])
+    rows, travellers = _rows(experts, number, layout), _travellers(experts, number, layout)
+
+    # The sum over the experts here; ids count from the first of them.
+    def run(ids: jax.Array, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+      if rows < ids.size:
+        out, computed = buffered_experts(params, x, weights, ids, rows=rows, implementation=implementation, layer=layer)
+      else:
+        out = expert_feed_forward(params, x, weights, ids, implementation=implementation, layer=layer)
+        computed = jnp.sum(lives_here(ids, num_experts), axis=-1, dtype=jnp.int32)
+      return out, computed[:, None]
+
+    # The sum over all experts, for some of the tokens of this device.
+    def of_tokens(_: None, x: jax.Array, weights: jax.Array, experts: jax.Array) -> tuple[None, tuple]:
+      if travellers is not None:
+        run_received = lambda _, *received: (None, run(*received))
+        sums = dispatch(run_received, None, experts, (x, weights), num_experts=num_experts, group=travellers)[1]
+        return None, tuple(jax.lax.psum(part, axes.summed) for part in sums)
+      x, weights, experts = (_gather_tokens(array, axes) for array in (x, weights, experts))
+      first = jax.lax.axis_index(axes.expert) * num_experts
+      return None, tuple(_add_up(part, axes) for part in run(experts - first, x, weights))
+
+    _, (out, computed) = _in_parts(of_tokens, number, None, x, weights, experts)
+    return out.reshape(shape), computed.reshape(shape[:2]) // layout.shards("mlp")
 
   specs = _weight_specs(layout, stacked=layer is not None)
   shards = _on_every_device(compute, layout, (specs, PartitionSpec(), tokens, tokens, tokens), (tokens, counts))
@@ -100,25 +108,39 @@ def _backward(layout: Layout, implementation: str, operands: Any, out_grads: Any
   ) -> tuple[ExpertWeights, jax.Array, jax.Array]:
     dtypes, num_experts, shape = {name: p.dtype for name, p in params.items()}, count_experts(params), x.shape[:2]
     params = {name: _gather_weight(params[name], name, axes, x.dtype) for name in EXPERT_WEIGHTS}
+    number = number_of_parts(x, experts, layout)
+    rows, travellers = _rows(experts, number, layout), _travellers(experts, number, layout)
 
-    # The gradients through some of the tokens; those of weights join the ones so far.
-    def of_tokens(so_far: ExpertWeights | None, *part: jax.Array) -> tuple[ExpertWeights, tuple[jax.Array, ...]]:
-      x, weights, experts, out_grad = (_gather_tokens(array, axes) for array in part)
-      experts = experts - jax.lax.axis_index(axes.expert) * num_experts
-      rows = buffer_rows(experts.size, layout.shards("expert"))
-      if rows < experts.size:
+    # The gradients through the experts here; those of weights join the ones so far.
+    def run(
+      so_far: ExpertWeights | None, ids: jax.Array, x: jax.Array, weights: jax.Array, out_grad: jax.Array
+    ) -> tuple[ExpertWeights, tuple[jax.Array, ...]]:
+      if rows < ids.size:
         params_grad, *rest = buffered_gradient(
-          params, x, weights, experts, out_grad, so_far, rows=rows, implementation=implementation
+          params, x, weights, ids, out_grad, so_far, rows=rows, implementation=implementation
         )
       else:
-        run = functools.partial(expert_feed_forward, experts=experts, implementation=implementation)
-        params_grad, *rest = jax.vjp(run, params, x, weights)[1](out_grad)
+        of_these = functools.partial(expert_feed_forward, experts=ids, implementation=implementation)
+        params_grad, *rest = jax.vjp(of_these, params, x, weights)[1](out_grad)
         if so_far is not None:
           params_grad = jax.tree.map(lambda total, grad: total + grad.astype(jnp.float32), so_far, params_grad)
+      return params_grad, tuple(rest)
+
+    # The gradients through all experts, for some of the tokens of this device.
+    def of_tokens(so_far: ExpertWeights | None, *part: jax.Array) -> tuple[ExpertWeights, tuple[jax.Array, ...]]:
+      x, weights, experts, out_grad = part
+      if travellers is not None:
+        params_grad, sums = dispatch(
+          run, so_far, experts, (x, weights, out_grad), num_experts=num_experts, group=travellers
+        )
+        return params_grad, tuple(jax.lax.psum(grad, axes.summed) for grad in sums)
+      x, weights, experts, out_grad = (_gather_tokens(array, axes) for array in part)
+      first = jax.lax.axis_index(axes.expert) * num_experts
+      params_grad, rest = run(so_far, experts - first, x, weights, out_grad)
       return params_grad, tuple(_add_up(grad, axes) for grad in rest)
 
-    number = number_of_parts(x, experts, layout)
-    zeros = {name: jnp.zeros(params[name].shape, jnp.float32) for name in params} if number > 1 else None
+    in_rounds = number > 1 or travellers is not None
+    zeros = {name: jnp.zeros(params[name].shape, jnp.float32) for name in params} if in_rounds else None
     params_grad, rest = _in_parts(of_tokens, number, zeros, x, weights, experts, out_grad)
     params_grad = {
       name: _scatter_gradient(grad, name, axes, layout).astype(dtypes[name]) for name, grad in params_grad.items()
@@ -142,16 +164,30 @@ def number_of_parts(x: Float[Array, "B T D"], experts: Int[Array, "B T k"], layo
   rows, a kernel that takes whole tiles wastes much of them.
   """
   tokens, parts = x.shape[0] * x.shape[1], 1
-  group = math.prod(layout.mesh.shape[axis] for axis in _axes(layout).gathered)
   row_bytes = x.shape[2] * x.dtype.itemsize
-
-  def part_bytes() -> int:
-    pairs = tokens // parts * group * experts.shape[2]
-    return buffer_rows(pairs, layout.shards("expert")) * row_bytes
-
-  while part_bytes() > PART_BYTES and tokens % (2 * parts) == 0:
+  while _rows(experts, parts, layout) * row_bytes > PART_BYTES and tokens % (2 * parts) == 0:
     parts *= 2
   return parts
+
+
+def _rows(experts: Int[Array, "B T k"], parts: int, layout: Layout) -> int:
+  """The rows of a buffer, for one of so many parts of this device's tokens and of the others in its group."""
+  group = math.prod(layout.mesh.shape[axis] for axis in _axes(layout).gathered)
+  tokens = experts.shape[0] * experts.shape[1] // parts
+  return buffer_rows(tokens * group * experts.shape[2], layout.shards("expert"))
+
+
+def _travellers(experts: Int[Array, "B T k"], parts: int, layout: Layout) -> Group | None:
+  """The devices among which tokens travel to their experts; None where each gathers the tokens of all.
+
+  Few pairs are gathered, since it takes one step, and so are tokens that are split by the width of experts as well.
+  """
+  mesh, axes, devices = layout.mesh, _axes(layout), layout.shards("expert")
+  along = tuple(axis for axis in axes.expert if mesh.shape[axis] > 1)
+  few = _rows(experts, parts, layout) == experts.size // parts * devices
+  if few or along != axes.gathered or not dispatch_pays(devices, experts.shape[2]):
+    return None
+  return Group(along, devices, mesh.axis_names, layout.platform)
 
 
 def _in_parts(function: Callable[..., tuple[Any, Any]], number: int, carry: Any, *arrays: jax.Array) -> tuple[Any, Any]:

@@ -134,6 +134,8 @@ def _collective(program: Program, instruction: Instruction, runs: float, mesh: M
   kind, results = _kind(instruction), instruction.results
   size = sum(array.bytes for array in results)
   largest = max(results, key=lambda array: array.bytes)
+  if kind == "ragged-all-to-all":
+    size = min([size, *(each.bytes for each in program.operands(instruction)[:1] if each)])  # there may be more room
 
   # A permutation has pairs in place of groups: those that really go somewhere else.
   if kind == "collective-permute":

@@ -72,6 +72,7 @@ def vocabulary():
 
 print(json.dumps({"vocabulary": vocabulary(), "fsdp": training(MeshConfig(fsdp=8)),
                   "fsdp x expert": training(MeshConfig(fsdp=4, expert=2)),
+                  "expert": training(MeshConfig(fsdp=1, expert=8)),
                   "decoding": decoding()}))
 """
 MIB = 2**20
@@ -102,6 +103,15 @@ def test_no_weight_moves_over_expert_and_no_buffer_holds_more_than_its_share(pro
   assert max(size for _, axes, _, size in found if "expert" in axes) <= MIB // 2
   assert programs["fsdp x expert"]["rows"] == 3072
   assert programs["fsdp"]["rows"] == 2048  # without other experts' pairs there is nothing to leave out
+
+
+def test_tokens_travel_to_many_experts_and_are_not_gathered(programs):
+  """A device has 512 tokens with four experts each, of which eight devices hold four: 2048 pairs, 3072 rows."""
+  found = programs["expert"]["collectives"]
+  assert [kind for kind, axes, dtype, _ in found if axes == "expert" and dtype == "bf16"] == ["ragged-all-to-all"] * 5
+  assert not [size for kind, _, _, size in found if kind == "all-gather" and size > 1024]
+  assert not [size for kind, _, _, size in found if kind == "reduce-scatter" and size > 1024]
+  assert programs["expert"]["rows"] == 3072
 
 
 def test_decoding_copies_no_experts(programs):

@@ -20,9 +20,9 @@ CONFIG = ModelConfig(d_model=8, num_experts=8, d_ff_expert=4, num_experts_per_to
 AXES = {"router": ("embed", None), "gate": ("expert", "expert_embed", "mlp"), "up": ("expert", "expert_embed", "mlp")}
 AXES |= {"down": ("expert", "mlp", "expert_embed")}
 MESHES = {
-  "data": MeshConfig(data=8, fsdp=1),
   "fsdp": MeshConfig(fsdp=8),
-  "expert": MeshConfig(fsdp=1, expert=8),
+  "expert": MeshConfig(fsdp=1, expert=8),  # the only one in which tokens travel
+  "fsdp x expert": MeshConfig(fsdp=2, expert=4),
   "tensor": MeshConfig(fsdp=2, tensor=4),
   "context": MeshConfig(fsdp=1, context=8),
   "data x expert x context": MeshConfig(data=2, fsdp=1, expert=2, context=2),
@@ -40,10 +40,12 @@ def operands():
 
 
 def routings():
-  """Replayed experts: nobody's, all of one expert, and padding without experts of its own between them."""
+  """Replayed experts: nobody's, all of one expert or device, and padding without experts of its own between them."""
   own = np.full((8, 8, 3), -1, np.int16)
   one = np.full((8, 8, 3), 5, np.int16)
-  return {"its own": own, "all tokens to one expert": one, "mixed": np.where(np.arange(8)[None, :, None] < 4, one, own)}
+  of_one_device = np.broadcast_to(np.array([4, 5, 4], np.int16), own.shape)  # with expert=4
+  mixed = np.where(np.arange(8)[None, :, None] < 4, one, own)
+  return {"its own": own, "all tokens to one expert": one, "of one device": of_one_device, "mixed": mixed}
 
 
 @functools.cache
@@ -57,8 +59,10 @@ def value_and_gradients(layout, config=CONFIG):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_axis_and_routing_equals_one_device(monkeypatch, mesh):
-  """In buffers, however few pairs there are: 192 pairs, of which 36 fit into one with eight devices."""
+  """In buffers, however few pairs there are: 192 pairs, of which 32 fit into one with eight devices."""
   monkeypatch.setattr(expert_buffer, "FEW_PAIRS", 0)
+  if mesh == "fsdp x expert":  # tokens travel here too
+    monkeypatch.setattr(expert_shards, "dispatch_pays", lambda *_: True)
   params, x = operands()
   layout = Layout(make_mesh(MESHES[mesh]))
   sharded = {name: jax.device_put(leaf, layout.sharding(*AXES[name])) for name, leaf in params.items()}

@@ -220,3 +220,15 @@ def test_starts_of_asynchronous_operations_count_what_they_move():
   assert hbm_bytes(program) == sum(moved)
   sent = {each.kind: each.wire_bytes for each in collectives(program, {"fsdp": 2})}
   assert sent == {"all-gather": 4 * 32 / 2, "reduce-scatter": 4 * 16 / 2, "all-to-all": 4 * 16 / 2}
+
+
+def test_rows_that_travel_count_once_whatever_there_is_room_for():
+  text = """ENTRY %main (x: f32[16], room: f32[24], n: s32[2]) -> f32[24] {
+  %x = f32[16]{0} parameter(0)
+  %room = f32[24]{0} parameter(1)
+  %n = s32[2]{0} parameter(2)
+  ROOT %a = f32[24]{0} ragged-all-to-all(%x, %room, %n, %n, %n, %n), channel_id=1, replica_groups={{0,1}}
+}
+"""
+  (sent,) = collectives(parse(text), {"expert": 2})
+  assert (sent.kind, sent.axes, sent.wire_bytes) == ("ragged-all-to-all", "expert", 4 * 16 / 2)

@@ -27,10 +27,18 @@ class Unreadable(NamedTuple):
 class StateHandler(ocp.StandardCheckpointHandler):
   """Orbax's handler of arrays, which returns `Unreadable` instead of raising an error while it reads."""
 
-  def restore(self, directory: pathlib.Path, *arguments: Any, **options: Any) -> Any:
+  async def async_save(self, directory: pathlib.Path, args: StateSave) -> Any:
+    """Copies the arrays from the devices, and writes them in the background."""
+    return await super().async_save(directory, args=ocp.args.StandardSave(args.state))
+
+  def save(self, directory: pathlib.Path, args: StateSave) -> None:
+    """Writes the arrays before it returns."""
+    super().save(directory, args=ocp.args.StandardSave(args.state))
+
+  def restore(self, directory: pathlib.Path, args: StateRestore | None = None) -> Any:
     """Reads the arrays of which this process holds a part; any part may be damaged, or fit no device."""
     try:
-      return super().restore(directory, *arguments, **options)
+      return super().restore(directory, args=None if args is None else ocp.args.StandardRestore(args.abstract))
     except Exception as error:
       if type(error) is not Exception:
         return Unreadable(error)
@@ -43,14 +51,18 @@ class StateHandler(ocp.StandardCheckpointHandler):
 
 @ocp.args.register_with_handler(StateHandler, for_save=True)
 @dataclasses.dataclass
-class StateSave(ocp.args.StandardSave):
-  """The arrays to save."""
+class StateSave(ocp.args.CheckpointArgs):
+  """The arrays to save, a nested dict."""
+
+  state: Any
 
 
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 @dataclasses.dataclass
-class StateRestore(ocp.args.StandardRestore):
+class StateRestore(ocp.args.CheckpointArgs):
   """Shapes, dtypes and shardings of the arrays to read."""
+
+  abstract: Any
 
 
 def check_readable_items(items: Mapping[str, Any]) -> None:

@@ -180,9 +180,9 @@ class Engine(FakeEngine):
     self._break("extend")
     return super().extend(extensions, weights)
 
-  def decode(self, num_steps, lengths, weights):
+  def decode(self, num_steps, lengths, *others):
     self._break("decode")
-    return super().decode(num_steps, lengths, weights)
+    return super().decode(num_steps, lengths, *others)
 
   def publish(self, params, version):
     self._break("publish")

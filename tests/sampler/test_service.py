@@ -27,9 +27,9 @@ class SlowEngine(FakeEngine):
     self.gate = threading.Event()
     self.gate.set()
 
-  def decode(self, num_steps, lengths, weights):
+  def decode(self, num_steps, lengths, *others):
     self.gate.wait(10)
-    return super().decode(num_steps, lengths, weights)
+    return super().decode(num_steps, lengths, *others)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""Five train steps of several processes, each with its share of the same trajectories: `joined_steps.py OUT MESHES`.
+"""Train steps of several processes, each with its share of the same trajectories: `joined_steps.py OUT RUNS`.
 
-Process 0 writes what it has after them, for each of the meshes, to OUT0.npz, OUT1.npz, ...
+RUNS are pairs of a mesh and a number of steps. Process 0 writes what it has after them to OUT0.npz, OUT1.npz, ...
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import pathlib
 import sys
 
 
-def five_steps(mesh, devices=None):
-  """Returns parameters, shapes of the batches and last loss by name, after five steps of all processes."""
+def train_steps(mesh, *counts, devices=None):
+  """Returns parameters, shapes of the batches and last loss by name, after each number of steps of all processes."""
   import jax
   import numpy as np
 
@@ -35,29 +35,32 @@ def five_steps(mesh, devices=None):
   policy = setup.init_policy_params(learner, seed=0)
   state = setup.make_state(learner, policy, critic_params_from_policy(policy, config.model))
   step, index, count, shapes = setup.make_step(learner), learner.processes.index, learner.processes.count, []
+  results = []
 
   # The long ones are on the last process, and the first needs shorter rows; there are fewer from step to step.
   trajectories = sorted(make_trajectories(), key=len)
-  for number in range(5):
+  for number in range(max(counts)):
     batch = trajectories[2 * number :]
     rows = packed_batch(learner, batch[index * len(batch) // count : (index + 1) * len(batch) // count]).rows
     shapes.append(rows.token_ids.shape)
     state, metrics = step(state, rows)
 
-  params = everywhere((state.policy.params, state.critic.params), learner.layout.sharding())
-  leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-  return leaves | {"shapes": np.array(shapes), "loss": np.asarray(metrics["policy_loss"])}
+    if number + 1 in counts:
+      params = everywhere((state.policy.params, state.critic.params), learner.layout.sharding())
+      leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+      results.append(leaves | {"shapes": np.array(shapes), "loss": np.asarray(metrics["policy_loss"])})
+  return results
 
 
-def main(out: str, meshes: str) -> None:
+def main(out: str, runs: str) -> None:
   import numpy as np
 
   from sao_jax.parallel.agreement import all_processes
   from sao_jax.parallel.process import initialize_processes, leave_processes
 
   initialize_processes()
-  for number, mesh in enumerate(json.loads(meshes)):
-    result = five_steps(mesh)
+  for number, (mesh, count) in enumerate(json.loads(runs)):
+    (result,) = train_steps(mesh, count)
     if all_processes().is_writer:
       np.savez(f"{out}{number}.npz", **result)
   leave_processes()

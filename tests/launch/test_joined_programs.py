@@ -12,10 +12,13 @@ from toys import processes
 
 from sao_jax.report.metrics import read_metrics
 
+# Every process compiles for itself, and without experts sooner: those are in other tests of several processes.
+CONFIG = ("--config=tests/toys/training_toy.py", "--config.model.num_experts=0", "--config.model.d_ff=16")
+
 
 def start(program, count, workdir, folder, *flags):
   folder.mkdir()
-  command = ["-m", f"launch.{program}", "--config=tests/toys/training_toy.py", f"--workdir={workdir}", *flags]
+  command = ["-m", f"launch.{program}", *CONFIG, f"--workdir={workdir}", *flags]
   return processes.start_joined(count, command, folder)
 
 

@@ -16,6 +16,7 @@ from sao_jax.models.transformer import param_specs, trunk
 from sao_jax.parallel.mesh import AXES
 from sao_jax.parallel.params import abstract_params
 from sao_jax.parallel.layout import Layout
+from sao_jax.pod import collectives, parse
 from sao_jax.types import TrajectoryBatch
 
 topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
@@ -43,6 +44,8 @@ attention = [line for line in text.splitlines() if "tpu_custom_call" in line and
 forward = sum("_fwd_" in line for line in attention)
 square = [shape for shape in re.findall(r"\\w+\\[([\\d,]+)\\]", text) if shape.split(",").count("640") > 1]
 
+sums = [each for each in collectives(parse(text), dict(layout.mesh.shape)) if each.kind == "all-reduce"]
+
 one = NamedSharding(Mesh(devices[:, :1, :1, :1, :1], AXES), jax.sharding.PartitionSpec())
 
 def flops(remat):
@@ -53,6 +56,7 @@ def flops(remat):
   return jax.jit(jax.grad(value)).lower(params).compile().cost_analysis()["flops"]
 
 answer = {"forward": forward, "attention": len(attention), "square": square}
+answer |= {"summed": max(each.array.bytes for each in sums if each.axes != "tensor")}
 answer |= {"kernels": kernels, "bytes": compiled.memory_analysis().temp_size_in_bytes}
 print(json.dumps(answer | {"remat": flops("full") / flops("none")}))
 """
@@ -66,4 +70,6 @@ def test_moe_policy_compiles_for_a_tpu_topology():
   assert answer["forward"] == 1  # what attention gave is kept
   assert answer["attention"] == 3  # and the gradients of queries, and of keys and values
   assert answer["square"] == []
+  # Of embeddings (256 KiB in fp32), head and experts no gradient is added up in full; of one projection of 64 KiB.
+  assert answer["summed"] <= 2**16
   assert answer["remat"] > 1.15  # also where a loop over one layer dissolves, the backward pass computes it again

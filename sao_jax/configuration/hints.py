@@ -132,7 +132,7 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
 
 
 def _pages(config: RunConfig) -> Iterator[str]:
-  """What is said of pages where the platform takes none."""
+  """Fields of pages where the platform takes none."""
   sampler, default = config.sampler, SamplerConfig()
   changed = [f"sampler.{name}" for name in PAGE_FIELDS if getattr(sampler, name) != getattr(default, name)]
   if sampler.cache_layout == "auto" and changed and not _on_tpu():

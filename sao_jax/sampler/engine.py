@@ -146,7 +146,7 @@ class Engine:
     return prefills if self.routed_shape else []
 
   def take_pieces(self, waiting: Sequence[Piece]) -> list[Piece]:
-    """What the next `decode` may read of prompts, given the rest of each in order; nothing unless `reads_prompts`."""
+    """Chooses what the next `decode` reads of prompts, given the rest of each; nothing unless `reads_prompts`."""
     return self._programs.take_pieces(waiting)
 
   def decode(

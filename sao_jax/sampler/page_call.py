@@ -54,7 +54,7 @@ class PagedCall:
 
 
 def take_pieces(waiting: Sequence[Piece], slots_per_pool: int, chunk: int) -> list[Piece]:
-  """What one call reads of prompts: at most `chunk` tokens of those in each pool, of the first ones first.
+  """Chooses what one call reads of prompts: at most `chunk` tokens of those in each pool, of the first ones first.
 
   A prompt without tokens always gets its place; one for which there is no room waits.
 

@@ -85,7 +85,7 @@ class PagePrograms:
     return empty_state(build, sizes.sampler.num_slots, sizes.layout)
 
   def take_pieces(self, waiting: Sequence[Piece]) -> list[Piece]:
-    """What the next call reads of prompts, given the rest of each."""
+    """Chooses what the next call reads of prompts, given the rest of each."""
     return take_pieces(waiting, self._pool.slots_per_part, self.sizes.sampler.prefill_chunk)
 
   def plan_decode(self, lengths: Mapping[int, int], num_steps: int, pieces: Sequence[Piece] = ()) -> PagedCall:

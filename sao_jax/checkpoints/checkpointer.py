@@ -131,7 +131,14 @@ class Checkpointer:
     self._notice_failure(self._manager.check_for_errors)
     return step % self._every == 0
 
-  def save(self, step: int, state: PyTree, host_state: Any = None) -> None:
+  def save(
+    self,
+    step: int,
+    state: PyTree,
+    host_state: Any = None,
+    *,
+    turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+  ) -> None:
     """Starts to write the checkpoint of `step` and returns as soon as `state` may be donated.
 
     The first one is waited for and looked at: a run must not find out at its end that nothing can be read.
@@ -145,6 +152,8 @@ class Checkpointer:
       step: number of steps that are done.
       state: a pytree of arrays.
       host_state: plain values and numpy arrays that `host_state.encode` takes.
+      turn: of several processes, the place of Orbax's barriers, which are programs on all devices, among the programs
+        that another thread starts on devices of several processes.
 
     Raises:
       CheckpointFailure: it failed, and so did the one before, or there are other processes. Later calls try again.
@@ -164,10 +173,11 @@ class Checkpointer:
 
     def start() -> None:
       self._before()
-      self._take_over(step)
       items = {name: self._save_args(leaves) for name, leaves in split(state).items() if leaves}
-      host = HostStateSave(archive, self._own_share)
-      self._manager.save(step, args=ocp.args.Composite(**items, **{_HOST: host}), force=True)
+      items[_HOST] = HostStateSave(archive, self._own_share)
+      with turn():
+        self._take_over(step)
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     self._notice_failure(start)
 

@@ -211,7 +211,16 @@ def _run(
 
     # From here on rollouts run in their threads, and what was trained is saved if anything fails.
     critic = _make_heldout_critic(learner, log, rollouts, start)
-    saver = Saver(checkpointer, phase, rollouts, log, start, heldout_variance=critic.variances, processes=processes)
+    saver = Saver(
+      checkpointer,
+      phase,
+      rollouts,
+      log,
+      start,
+      heldout_variance=critic.variances,
+      processes=processes,
+      turn=functools.partial(_turn_to_save, service),
+    )
     saver.end_step(step, state)
     with rollouts, saver:
       while not phases.ended(config, phase, step, critic.variances):
@@ -359,6 +368,11 @@ def _make_service(
 def _turn(service: SamplerService | FollowingService | None, name: str) -> contextlib.AbstractContextManager[None]:
   """The place of a program with all processes among those of this process's sampler."""
   return contextlib.nullcontext() if service is None else service.turn(name)
+
+
+def _turn_to_save(service: SamplerService | FollowingService | None) -> contextlib.AbstractContextManager[None]:
+  """The place of a save; after a fault of the sampler, which starts nothing any more, it needs none."""
+  return _turn(None if service is None or service.error is not None else service, "save")
 
 
 def _report(log: RunLog, samples: EpisodeSamples, step: int, evaluation: Evaluation) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 from absl import logging
 
@@ -41,6 +42,7 @@ class Saver:
     *,
     heldout_variance: Sequence[float] = (),
     processes: Processes = ALONE,
+    turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
   ):
     """Args:
     checkpointer: of the phase.
@@ -50,9 +52,11 @@ class Saver:
     start: what later processes should know of how the phase began.
     heldout_variance: what was measured of the critic, a list that grows.
     processes: those that save together.
+    turn: the place of a save among the programs of this process's sampler, see `Checkpointer.save`.
     """
     self._checkpointer, self._phase, self._rollouts, self._log = checkpointer, phase, rollouts, log
     self._start, self._heldout_variance, self._processes = start, heldout_variance, processes
+    self._turn = turn
     self._consistent: tuple[int, TrainState] | None = None
 
   def __enter__(self) -> Saver:
@@ -127,7 +131,7 @@ class Saver:
       CRITIC_PRETRAINED: self._start.critic_pretrained,
       POLICY_ORIGIN: self._start.policy_origin,
     }
-    self._checkpointer.save(step, state, host_state)
+    self._checkpointer.save(step, state, host_state, turn=self._turn)
 
 
 def skips(log: RunLog, checkpointer: Checkpointer) -> bool:

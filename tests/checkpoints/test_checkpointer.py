@@ -339,6 +339,25 @@ def test_a_save_that_fails_before_it_has_begun_counts_too(tmp_path, monkeypatch)
     assert checkpointer.latest_step() == 2
 
 
+def test_all_that_orbax_does_together_has_its_turn(tmp_path, monkeypatch):
+  at = []
+
+  @contextlib.contextmanager
+  def turn():
+    at.append("begin")
+    yield
+    at.append("end")
+
+  with Checkpointer(tmp_path, before=lambda: at.append("before")) as checkpointer:
+    for action in ("_take_over", "_manager.save"):
+      owner, name = (checkpointer._manager, "save") if "." in action else (checkpointer, action)
+      original = getattr(owner, name)
+      note = lambda *given, action=action, original=original, **named: (at.append(action), original(*given, **named))
+      monkeypatch.setattr(owner, name, note)
+    checkpointer.save(1, make_state(), turn=turn)
+  assert at == ["before", "begin", "_take_over", "_manager.save", "end"]
+
+
 def test_load_params_reads_one_network(tmp_path):
   state = make_state()
   with Checkpointer(tmp_path) as checkpointer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import types
 
@@ -23,7 +24,9 @@ class FakeCheckpointer:
   def due(self, step):
     return step % 2 == 0
 
-  def save(self, step, state, host_state):
+  def save(self, step, state, host_state, turn):
+    with turn():
+      pass
     self.saved.append((step, state, host_state["policy_version"]))
 
   def last_good(self):
@@ -40,6 +43,16 @@ def saver():
   rollouts = types.SimpleNamespace(state_dict=lambda: ({}, {}))
   log = types.SimpleNamespace(flush=lambda: None, skipped_in_a_row=0, diverged=False)
   return Saver(FakeCheckpointer(), Phase("train", critic_steps=1, policy_steps=9), rollouts, log, Start(0, None))
+
+
+def test_a_save_has_its_turn(saver):
+  turns = []
+  saver._turn = lambda: contextlib.nullcontext(turns.append("save"))
+  saver.end_step(2, "second")
+  saver.after(2)
+  assert turns == ["save"]
+  saver.save()
+  assert turns == ["save", "save"]
 
 
 @pytest.mark.parametrize("failure, saves", [(ValueError, True), (KeyboardInterrupt, False)])

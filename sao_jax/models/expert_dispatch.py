@@ -76,7 +76,7 @@ def dispatch(
   num_experts: int,
   group: Group,
 ) -> tuple[Any, tuple[Shaped[Array, "N _"], ...]]:
-  """What the devices of a group make of this one's tokens, inside `jax.shard_map`; sums over them, in fp32.
+  """Sums of what the devices of a group make of this one's tokens, added up in fp32; inside `jax.shard_map`.
 
   Args:
     compute: (carry, ids [R, k], *arrays [R, _]) -> (carry, results [R, _]) of tokens from everywhere. Ids count from
@@ -89,13 +89,12 @@ def dispatch(
   """
   me, rows = jax.lax.axis_index(group.axes), received_rows(*experts.shape, group.size)
   plan = make_plan(experts, num_experts, group)
-  sent = tuple(array[plan.tokens] for array in (experts, *arrays))
   empty = lambda array, length: jnp.zeros((length, *array.shape[1:]), array.dtype)
 
   # One round: as many rows as there is room for go out, and come back into the places from where they went.
   def exchange(number: jax.Array, carry: Any, returned: tuple | None) -> tuple[Any, tuple]:
     there, back = slices(plan.counts, me, number, rows)
-    ids, *own = (travel(array, empty(array, rows), there, group) for array in sent)
+    ids, *own = (travel(array[plan.tokens], empty(array, rows), there, group) for array in (experts, *arrays))
     used = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(there[3])
     carry, results = compute(carry, jnp.where(used[:, None], ids - me * num_experts, -1), *own)
     returned = tuple(empty(result, len(plan.tokens)) for result in results) if returned is None else returned
@@ -134,7 +133,7 @@ def make_plan(experts: Int[Array, "N k"], num_experts: int, group: Group) -> Pla
 def slices(
   counts: Int[Array, "devices devices"], me: jax.Array, number: jax.Array, rows: int
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-  """Where the rows of one round lie, as arguments of `ragged_exchange`: on their way there, and on their way back.
+  """The places of the rows of one round, as arguments of `ragged_exchange`: on their way there, and on their way back.
 
   A device receives `rows` rows in each round: of all that come to it, those of the first device first.
   """

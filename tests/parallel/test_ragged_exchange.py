@@ -30,7 +30,7 @@ def run(sizes, *arrays):
 
 
 def test_the_example_of_jax():
-  """What jax.lax.ragged_all_to_all is documented with."""
+  """The one in the documentation of jax.lax.ragged_all_to_all."""
   operand, output = np.array([[1, 2, 2], [3, 4, 0]]), np.zeros((2, 4), np.int64)
   slices = [[[0, 1], [0, 1]], [[1, 2], [1, 1]], [[0, 0], [1, 2]], [[1, 1], [2, 1]]]
   got = run((2,), operand, output, *map(np.array, slices))

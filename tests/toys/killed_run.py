@@ -27,7 +27,9 @@ def get_config(steps: int, latency_seed: int, kind: str = "plain"):
     environment = Chaos(environment, raises=0.1, garbage=0.1)
     config = training_toy.replace(
       config,
-      sampler={"prefill_batch": 1},  # fewer programs, which each process has to trace again; `plain` shows batches
+      # Fewer and smaller programs, which each process has to trace again; `plain` shows batches, and experts.
+      model={"num_experts": 0, "d_ff": 16},
+      sampler={"prefill_batch": 1},
       rollout={"admission_staleness": 0, "max_in_flight": 3, "environment_retries": 1},
       evaluation={"every": 8},
     )

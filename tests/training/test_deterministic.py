@@ -179,9 +179,9 @@ def test_runs_killed_at_twenty_random_points_are_the_uninterrupted_ones(tmp_path
   for kind, *both in zip(kinds, uninterrupted, processes):
     for process in both:
       assert process.wait(DEADLINE) == 0, log_of(tmp_path / kind).read_text()
-  learner = setup.make_learner(killed_run.get_config(KILLED_STEPS, 0))
   restored = {}
   for kind in kinds:
+    learner = setup.make_learner(killed_run.get_config(KILLED_STEPS, 0, kind))
     for name in (kind, f"{kind}_expected"):
       with Checkpointer(tmp_path / name / phases.TRAIN) as checkpointer:
         restored[name] = checkpointer.restore(setup.abstract_state(learner))

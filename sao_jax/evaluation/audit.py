@@ -111,7 +111,10 @@ def audit_sampler(
     return map_micro_batches(lambda part: learner.policy.apply(params, part), rows, parts)
 
   replicated = learner.layout.sharding() if processes.count > 1 else None
-  worst = compare(apply, params, rows, config.training.audit_tolerance, replicated) if learner.learns else None
+  worst = None
+  if learner.learns:
+    with processes.busy():  # it compiles
+      worst = compare(apply, params, rows, config.training.audit_tolerance, replicated)
   if learner.devices.apart:
     worst = processes.first("the audit", worst)
   return Audit(worst, len(trajectories), failures)

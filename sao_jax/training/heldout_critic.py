@@ -55,7 +55,8 @@ class HeldoutCritic:
     count = sum(self._learner.processes.gather("held-out trajectories", len(self._trajectories)))
     if not count:
       return
-    variance = heldout_variance(self._learner, self._read, state.critic.params, self._trajectories)
+    with self._learner.processes.busy():  # it compiles, the first time
+      variance = heldout_variance(self._learner, self._read, state.critic.params, self._trajectories)
     self.variances.append(variance)
     self._log.write(step, {HELDOUT_VARIANCE: variance, "heldout_trajectories": count})
     self._log.note(heldout_ev=variance)

@@ -149,7 +149,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
         skipped = demonstrations.bad_prompts.count - skipped
         metrics = {}
         if learner.learns:
-          with first_uses(batch.rows.token_ids.shape, "Compiling the imitation step"):
+          with first_uses(batch.rows.token_ids.shape, "Compiling the imitation step"), processes.busy():
             network, metrics = train_step(network, batch.rows)
         interrupt.saves = True
         step += 1

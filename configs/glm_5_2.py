@@ -8,8 +8,9 @@ The mesh: each axis is one axis of the torus. A row lies on eight chips (context
 be gathered; experts live on eight others (expert=8), to which tokens travel, and weights are split over all three.
 Two micro-batches of 64 rows leave 16,384 tokens to a chip at a time.
 
-A copy of the policy for sampling takes 64 chips, 16 hosts, which cannot learn besides. A run has them apart from those
-512: rollout.placement=split, rollout.sampler_hosts=16 and evaluation.sampler=shared.
+A copy of the policy for sampling takes 64 chips, 16 hosts, which cannot learn besides: a run has them apart from those
+512. Experts lie on sixteen times four of them, their width and the heads split over four (expert=16, tensor=4), or what
+is no expert's would take 35 GB of each chip; the next version of the weights fits beside 32 contexts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def get_config() -> RunConfig:
     model=dataclasses.replace(PUBLISHED["GLM-5.2"].model, remat="full"),
     algorithm=AlgorithmConfig(micro_batches=2),
     mesh=MeshConfig(data=1, fsdp=8, expert=8, context=8),
-    sampler=dataclasses.replace(base.sampler, num_slots=64, mesh=MeshConfig(fsdp=1, expert=64)),
-    rollout=dataclasses.replace(base.rollout, hosts_per_sampler=16),
+    sampler=dataclasses.replace(base.sampler, num_slots=32, mesh=MeshConfig(fsdp=1, expert=16, tensor=4)),
+    rollout=dataclasses.replace(base.rollout, placement="split", sampler_hosts=16, hosts_per_sampler=16),
+    evaluation=dataclasses.replace(base.evaluation, sampler="shared"),
   )

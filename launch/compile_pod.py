@@ -19,8 +19,9 @@ from absl import flags
 from launch import _flags
 from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
+from sao_jax.pod import compilations
 from sao_jax.pod.chips import chip_of
-from sao_jax.pod.compilations import PROGRAMS, Request, check_programs, compile_all, compile_here, suite
+from sao_jax.pod.compilations import PROGRAMS, Request
 from sao_jax.pod.tables import advice, tables, together, together_table
 
 WIDTH = 150  # of tables in files, in characters
@@ -41,16 +42,16 @@ def requests() -> list[Request]:
     _flags.read_flags(sys.argv, flags.FLAGS, "--suite")  # no configuration stands there: the suite names them
     if _TOPOLOGY.value or _SAMPLER.value:
       raise ConfigError("--topology", "the suite names its topologies itself.", "Leave it out, or --suite.")
-    return suite(_PROGRAMS.value)
+    return compilations.suite(_PROGRAMS.value)
 
   given = _flags.read(sys.argv)
-  check_programs(_PROGRAMS.value)
+  compilations.check_programs(_PROGRAMS.value)
   if not _TOPOLOGY.value:
     raise ConfigError("--topology", "it is missing.", "Name one, as in --topology=v5p:4x4x4.")
   chip_of(_TOPOLOGY.value)
-  validate(given.config, training=True)
+  validate(compilations.without_hosts(given.config), training=True)
   if _RESULT.value:
-    figures = compile_here(given.config, _PROGRAMS.value[0], _TOPOLOGY.value, _SAMPLER.value)
+    figures = compilations.compile_here(given.config, _PROGRAMS.value[0], _TOPOLOGY.value, _SAMPLER.value)
     pathlib.Path(_RESULT.value).write_text(json.dumps(figures), encoding="utf-8")
     return []
   return [Request(tuple(sys.argv[1:]), name) for name in _PROGRAMS.value]
@@ -62,9 +63,8 @@ def main() -> int:
     wanted = requests()
   except ConfigError as error:
     _flags.refuse(error)
-  console = rich.console.Console(width=None if sys.stdout.isatty() else WIDTH)
-  results = []
-  for result in compile_all(wanted, _JOBS.value):
+  console, results = rich.console.Console(width=None if sys.stdout.isatty() else WIDTH), []
+  for result in compilations.compile_all(wanted, _JOBS.value):
     results.append(result)
     for part in (*tables(result), *advice(result)):
       console.print(part, markup=False)

@@ -84,6 +84,12 @@ def compile_here(config: RunConfig, program: str, topology: str, sampler_topolog
   return names | describe(prepare(program, config, topology, sampler_topology), chip_of(topology))
 
 
+def without_hosts(config: RunConfig) -> RunConfig:
+  """The configuration without who samples where, which is a matter of the hosts that a run has: here there are none."""
+  together = dataclasses.replace(config.rollout, placement="shared", sampler_hosts=0, hosts_per_sampler=1)
+  return dataclasses.replace(config, rollout=together)
+
+
 def topology_of_sampler(config: RunConfig, topology: str) -> str:
   """Names the devices of one sampler: the learner's if they are shared, otherwise a box of as many as it takes."""
   mesh = config.sampler.mesh

@@ -19,6 +19,7 @@ from sao_jax.parallel.layout import SAMPLER_RULES, Layout
 from sao_jax.parallel.mesh import make_mesh
 from sao_jax.parallel.publish import cast_copy
 from sao_jax.pod.chips import topology_devices
+from sao_jax.pod.compilations import without_hosts
 from sao_jax.pod.model_flops import step_flops, token_flops
 from sao_jax.pod.sampler_programs import AbstractEngine
 from sao_jax.types import PyTree
@@ -72,7 +73,8 @@ def _indexer_share(model: ModelConfig) -> float:
 
 
 def _learner(config: RunConfig, topology: str) -> Learner:
-  return make_learner(config, topology_devices(topology))
+  """The learner on all devices of the topology: those that sample elsewhere are none of them."""
+  return make_learner(without_hosts(config), topology_devices(topology))
 
 
 def _train_step(config: RunConfig, topology: str, *, update_policy: bool) -> Lowered:

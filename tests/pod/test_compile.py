@@ -6,22 +6,29 @@ import dataclasses
 import io
 import math
 import pathlib
+import subprocess
+import sys
 
 import pytest
 import rich.console
-from absl.testing import flagsaver
+from toys.paths import REPOSITORY
 from toys.pod_toy import LENGTH, RUNS, compile_in_a_process
 from toys.tpu_process import needs_libtpu
 
 from configs import glm_5_2, qwen3_4b, qwen3_30b_a3b
-from launch import compile_pod
 from sao_jax.config import MeshConfig
 from sao_jax.configuration.relations import validate
-from sao_jax.errors import ConfigError
 from sao_jax.huggingface.published import total_params
 from sao_jax.parallel.mesh import AXES
 from sao_jax.pod import measure
-from sao_jax.pod.compilations import PROGRAMS, PUBLISHED_RUNS, arguments_of_one, topology_of_sampler
+from sao_jax.pod.compilations import (
+  PROGRAMS,
+  PUBLISHED_RUNS,
+  arguments_of_one,
+  suite,
+  topology_of_sampler,
+  without_hosts,
+)
 from sao_jax.pod.tables import advice, tables, together, together_table
 
 
@@ -56,7 +63,7 @@ def test_all_programs_compile_for_a_topology(run, topology):
 @pytest.mark.parametrize("module", [qwen3_30b_a3b, glm_5_2, qwen3_4b])
 def test_published_configurations_are_valid(module):
   config = module.get_config()
-  validate(config, training=True)
+  validate(without_hosts(config), training=True)
   assert config.algorithm.value_updates == 2 and config.algorithm.freeze_attention and config.algorithm.needs_critic
   assert config.rollout.batch_size == 128 == max(config.rollout.row_counts)
   assert max(config.rollout.row_lengths) == (32_768 if module is qwen3_4b else 131_072)
@@ -81,22 +88,26 @@ def test_each_compilation_gets_the_arguments_of_its_own():
   assert arguments_of_one(whole) == ["--config", "a.py", "--config.mesh.fsdp", "4"]
 
 
-@pytest.mark.parametrize("suite", [["--suite"], ["--suite=true", "--programs=step"], ["-suite=1", "--programs=step"]])
-def test_the_suite_names_its_configurations_itself(monkeypatch, suite):
-  monkeypatch.setattr("sys.argv", ["compile_pod", *suite])
-  with flagsaver.flagsaver():
-    requests = compile_pod.requests()
-  assert len(requests) == len(PUBLISHED_RUNS) * (len(PROGRAMS) if len(suite) == 1 else 1)
+def test_the_suite_names_its_configurations_itself():
+  requests = suite(PROGRAMS)
+  assert len(requests) == len(PUBLISHED_RUNS) * len(PROGRAMS)
   for request in requests:
     config, *more = request.arguments
     assert pathlib.Path(config.removeprefix("--config=")).is_file() and any("topology" in flag for flag in more)
 
 
-@pytest.mark.parametrize("argument", ["--programs=steps", "--topology=v5p:4x4x4", "--config=configs/qwen3_4b.py"])
-def test_what_a_suite_cannot_use_is_refused(monkeypatch, argument):
-  monkeypatch.setattr("sys.argv", ["compile_pod", "--suite", argument])
-  with flagsaver.flagsaver(), pytest.raises(ConfigError, match=argument.partition("=")[0].strip("-")):
-    compile_pod.requests()
+@pytest.mark.parametrize(
+  ("arguments", "named"),
+  [
+    (["--suite", "--topology=v5p:4x4x4"], "--topology"),
+    (["--suite=true", "--programs=steps"], "--programs"),
+    (["-suite", "--config=a.py"], "'config'"),
+  ],
+)
+def test_what_a_suite_cannot_use_is_refused(arguments, named):
+  command = [sys.executable, "-m", "launch.compile_pod", *arguments]
+  done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+  assert done.returncode == 2 and done.stderr.startswith("error: ") and named in done.stderr.splitlines()[0]
 
 
 def test_what_lies_in_a_chip_together():

@@ -42,12 +42,12 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(tmp_path, monkeypatch, objects):
   expected, workdir = sft.sft(config, tmp_path / "disk"), "gs://bucket/runs/a"
   pack, packed = sft.agreed_batch, []
 
-  def pack_and_interrupt(learner, trajectories):
+  def pack_and_interrupt(learner, trajectories, look):
     packed.append(trajectories)
     if len(packed) == 2:
       assert "runs/a/lock" in objects
       signal.raise_signal(signal.SIGINT)
-    return pack(learner, trajectories)
+    return pack(learner, trajectories, look)
 
   # Interrupted, and gone on with elsewhere: what the first process has kept on its disk is lost.
   with monkeypatch.context() as patch:

@@ -9,7 +9,8 @@ that everything runs and fits. What each chip holds and what bounds a step: `pyt
 
 The mesh: a row of 131,072 tokens lies on four chips (context=4), one plane of the torus splits rows and weights
 (fsdp=16). Eight micro-batches of 16 rows leave 32,768 tokens to a chip at a time; gathering the weights eight times
-costs a few seconds of a step of minutes. On v6e:16x16: --config.mesh.context=16.
+costs a few seconds of a step of minutes. On v6e:16x16:
+--config.mesh.context=16, and a sampler of 16 chips: expert=16 of sampler.mesh, four hosts together.
 
 Every host samples, too: its four chips hold one copy of the policy, split by experts, and eight contexts.
 """

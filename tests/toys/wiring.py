@@ -199,7 +199,9 @@ def failing_run(config: RunConfig, where: str) -> list[int]:
     patch.setattr(rollouts.Rollouts, "take", fails("the next wait", batch))
     patch.setattr(rollouts.Rollouts, "consumed", lambda rollouts, trajectories: {})
     patch.setattr(rollouts.Rollouts, "end_step", fails("its end", None))
-    patch.setattr(checkpointer.Checkpointer, "save", lambda self, step, *state: calls.note("save", {"step": step}))
+    patch.setattr(
+      checkpointer.Checkpointer, "save", lambda self, step, *state, turn: calls.note("save", {"step": step})
+    )
     with tempfile.TemporaryDirectory() as workdir, pytest.raises(RuntimeError, match=where):
       loop.train(config, workdir, validated=True)
   return calls.of("save.step")

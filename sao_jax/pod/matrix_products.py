@@ -126,7 +126,8 @@ def kernel_flops(program: Program, kernel: Instruction) -> float:
     return 0.0
   q, k, v = wide[:3]
   scores = math.prod(q[:-1]) * k[-2] / 2  # half of them lie before the query
-  fused = "dkv" in name and any(len(shape) > len(q) and shape[-len(q) :] == q for shape in _shapes(kernel))
+  # One that gives partial gradients of queries, too: [.., blocks of keys, heads, length, width].
+  fused = "dkv" in name and any(len(shape) > len(q) and shape[-3:] == q[-3:] for shape in _shapes(kernel))
   part = "fwd" if "fwd" in name else "dq" if "dq" in name else "fused" if fused else "dkv"
   on_keys = {"fwd": 1, "dq": 2, "dkv": 2, "fused": 3}[part]
   return 2.0 * scores * (on_keys * q[-1] + (ATTENTION_PRODUCTS[part] - on_keys) * v[-1])

@@ -186,6 +186,19 @@ def test_kernels_of_attention_count_half_of_their_scores(kernel, result, product
   assert product.flops == products_of_scores * 2 * 4 * 256 * 512 * 128 / 2 and product.is_attention
 
 
+def test_a_kernel_of_all_gradients_is_known_by_its_partial_ones():
+  """Also where it goes over rows, here 2: 3 blocks of keys of each have a gradient of all queries."""
+  text = """ENTRY %main (q: bf16[2,4,256,128]) -> bf16[2,3,4,256,128] {
+  %q = bf16[2,4,256,128]{3,2,1,0} parameter(0)
+  %k = bf16[2,2,384,128]{3,2,1,0} parameter(1)
+  ROOT %splash_mha_dkv_segmented_no_residuals = (bf16[2,3,4,256,128], bf16[2,2,384,128], bf16[2,2,384,128])
+    custom-call(%q, %k, %k), custom_call_target="tpu_custom_call"
+}
+""".replace("\n    custom", " custom")
+  (product,) = products(parse(text))
+  assert product.flops == 5 * 2 * 2 * 4 * 256 * 384 * 128 / 2
+
+
 def test_a_compiled_program_is_read():
   """XLA's own text: two products in a loop of five rounds."""
 

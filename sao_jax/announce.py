@@ -9,6 +9,8 @@ from collections.abc import Hashable, Iterator
 
 from absl import logging
 
+from sao_jax.background import beside
+
 FIRST, EVERY = 1.0, 10.0  # seconds until the first line, and between those that follow
 
 
@@ -23,10 +25,10 @@ def announced(what: str, *, first: float = FIRST, every: float = EVERY) -> Itera
     first: seconds until the first line.
     every: seconds between the lines that follow.
   """
-  began, ended = time.monotonic(), threading.Event()
+  began = time.monotonic()
   said: list[bool] = []
 
-  def speak() -> None:
+  def speak(ended: threading.Event) -> None:
     if ended.wait(first):
       return
     logging.info("%s ...", what)
@@ -34,13 +36,8 @@ def announced(what: str, *, first: float = FIRST, every: float = EVERY) -> Itera
     while not ended.wait(every):
       logging.info("%s ... (%.0f s so far)", what, time.monotonic() - began)
 
-  thread = threading.Thread(target=speak, name="announce", daemon=True)
-  thread.start()
-  try:
+  with beside(speak, "announce"):
     yield
-  finally:
-    ended.set()
-    thread.join()
   if said:
     logging.info("%s: done after %.1f s.", what, time.monotonic() - began)
 

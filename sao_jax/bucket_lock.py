@@ -19,6 +19,7 @@ from typing import Any
 
 from absl import logging
 
+from sao_jax.background import beside, now_and_then
 from sao_jax.configuration.paths import BUCKET, in_bucket
 from sao_jax.errors import ConfigError, RunError
 from sao_jax.run_lock import LOCK_FILE, described, refusal
@@ -61,15 +62,14 @@ def bucket_lock(
 
   lock = BucketLock(_open(workdir), os.fspath(workdir), holder)
   lock.acquire(patience, dead)
-  ended, process = threading.Event(), os.getpid()
-  thread = threading.Thread(target=_renew_now_and_then, args=(lock, ended), name="bucket lock", daemon=True)
-  thread.start()
+  # Before anything is written the lock is renewed again.
+  renewing = now_and_then(lock.renew, RENEW, "The lock cannot be renewed: %r. It is tried again.", last=(LockLost,))
+  process = os.getpid()
   try:
-    yield lock.renew
+    with beside(renewing, "bucket lock"):
+      yield lock.renew
   finally:
     if os.getpid() == process:  # not in a copy
-      ended.set()
-      thread.join()
       lock.release()
 
 
@@ -171,22 +171,6 @@ def _parsed(content: bytes) -> dict[str, Any]:
     return json.loads(content)["holder"]
   except (ValueError, LookupError, TypeError):
     return {}
-
-
-def _renew_now_and_then(lock: BucketLock, ended: threading.Event) -> None:
-  """Renews until the end. A failure is said once: before anything is written the lock is renewed again."""
-  failing = False
-  while not ended.wait(RENEW):
-    try:
-      lock.renew()
-      failing = False
-    except LockLost as error:
-      logging.error("%s", error)
-      return
-    except Exception as error:
-      if not failing:
-        logging.error("The lock cannot be renewed: %r. It is tried again.", error)
-      failing = True
 
 
 def _open(workdir: pathlib.Path) -> Any:

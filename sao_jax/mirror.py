@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 from absl import logging
 
+from sao_jax.background import beside, now_and_then
 from sao_jax.configuration.paths import in_bucket
 
 EVERY = 60.0  # seconds between two times that what has changed is stored
@@ -55,23 +56,19 @@ def mirrored(
     return
 
   mirror.fetch()
-  ended = threading.Event()
-  thread = threading.Thread(target=_store_now_and_then, args=(mirror, ended, every), name="mirror", daemon=True)
-  thread.start()
-  try:
-    yield mirror
-  except BaseException:
-    # What failed first leaves as itself.
+  failed = "Metrics and other small files cannot be stored: %r. They are tried again."
+  with beside(now_and_then(mirror.store, every, failed), "mirror"):
     try:
+      yield mirror
+    except BaseException:
+      # What failed first leaves as itself.
+      try:
+        mirror.store()
+      except Exception as error:
+        logging.error("The last lines of %s are in %s only: %r.", workdir, folder, error)
+      raise
+    else:
       mirror.store()
-    except Exception as error:
-      logging.error("The last lines of %s are in %s only: %r.", workdir, folder, error)
-    raise
-  else:
-    mirror.store()
-  finally:
-    ended.set()
-    thread.join()
 
 
 class Mirror:
@@ -142,16 +139,3 @@ class Mirror:
         if path.is_file() and name not in _OWN and path.suffix not in _UNFINISHED:
           found[name] = (state.st_size, state.st_mtime_ns)
     return found
-
-
-def _store_now_and_then(mirror: Mirror, ended: threading.Event, every: float) -> None:
-  """Stores until the end; a failure is said once, and the next time makes up for it."""
-  failing = False
-  while not ended.wait(every):
-    try:
-      mirror.store()
-      failing = False
-    except Exception as error:
-      if not failing:
-        logging.error("Metrics and other small files cannot be stored: %r. They are tried again.", error)
-      failing = True

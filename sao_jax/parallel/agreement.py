@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import jax
 
+from sao_jax.background import beside
 from sao_jax.errors import EXIT_BAD_INPUT, EXIT_FAILURE, ConfigError, RunError
 from sao_jax.interrupt import StopSignal
 from sao_jax.parallel.process import own_address
@@ -258,21 +259,15 @@ class Processes:
     if self.count == 1:
       yield
       return
-    ended = threading.Event()
 
-    def sign() -> None:
+    def sign(ended: threading.Event) -> None:
       with contextlib.suppress(jax.errors.JaxRuntimeError):  # the store is gone, which the next decision finds out
         self._sign()
         while not ended.wait(SIGN):
           self._sign()
 
-    thread = threading.Thread(target=sign, name="signs of life", daemon=True)
-    thread.start()
-    try:
+    with beside(sign, "signs of life"):
       yield
-    finally:
-      ended.set()
-      thread.join()
 
   def agree_after_failure(self, value: Any) -> bool:
     """Tells whether all come here with the same value, soon after one of them has failed. Once in a run."""

@@ -17,7 +17,7 @@ PACKAGE = REPOSITORY / "sao_jax"
 # From the ground up: a room imports from itself and from the rooms before it. Nothing imports upwards.
 ROOMS = (
   *("errors", "json_values", "config", "configuration", "episode", "interrupt"),
-  *("run_lock", "bucket_lock", "mirror", "announce", "types"),
+  *("background", "run_lock", "bucket_lock", "mirror", "announce", "types"),
   *("parallel", "models", "sampler", "algorithm", "checkpoints", "huggingface"),
   *("rewards", "data", "chat", "environments", "rollout"),
   *("report", "learner", "evaluation", "training", "benchmarks", "pod", "launch"),

@@ -24,14 +24,16 @@ MODEL_CHECKPOINT = "model.checkpoint"  # as a `tokenizer_folder` of an environme
 
 @dataclasses.dataclass(frozen=True)
 class YarnConfig:
-  """YaRN (arXiv 2309.00071): rotary frequencies stretched for contexts beyond those of pretraining."""
+  """YaRN (arXiv 2309.00071) and its kin: rotary frequencies stretched for contexts beyond those of pretraining."""
 
   factor: Annotated[float, "[1, inf)"] = 1.0  # by which positions are stretched; 1: off
   original_positions: PositiveInt = 32_768  # of pretraining
   beta_fast: PositiveFloat = 32.0  # frequencies that turn more often than this within those positions stay
   beta_slow: PositiveFloat = 1.0  # those that turn less often are divided by the factor; between, both are mixed
   attention_factor: NonNegativeFloat = 0.0  # on cos and sin; 0: 0.1 ln(factor) + 1
-  truncate: bool = True  # the bounds of the mix are whole dimensions
+  ramp: Literal["dimensions", "turns"] = "dimensions"  # the mix goes by their index, or by their turns (Llama 3.1)
+  truncate: bool = True  # the bounds of the mix are whole dimensions; ramp=dimensions only
+  mscale_all_dim: NonNegativeFloat = 0.0  # latent only: scores times (0.1 mscale_all_dim ln(factor) + 1)^2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,7 @@ class ModelConfig:
   routed_scaling: PositiveFloat = 1.0  # sigmoid only: factor on the weights of the chosen experts
   qk_norm: bool = True
   attention_bias: bool = False  # of queries, keys and values
+  attention_out_bias: bool = False  # of the output projection
   kv_lora_rank: NonNegativeInt = 0  # width of a token's compressed keys and values; above 0, attention is latent (MLA)
   q_lora_rank: NonNegativeInt = 0  # width of the compressed queries; latent attention only, as the next three
   qk_nope_head_dim: NonNegativeInt = 0  # dimensions of queries and keys per head without rotary embedding

@@ -54,7 +54,18 @@ IDLE = (
   Idle(
     lambda config: config.model.yarn.factor == 1.0,
     "model.yarn.factor=1 stretches nothing",
-    _of("model.yarn", "original_positions", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    _of("model.yarn", "original_positions", "beta_fast", "beta_slow", "attention_factor", "ramp", "truncate")
+    + _of("model.yarn", "mscale_all_dim"),
+  ),
+  Idle(
+    lambda config: config.model.yarn.ramp == "turns",
+    "model.yarn.ramp='turns' has no bounds in dimensions",
+    _of("model.yarn", "truncate"),
+  ),
+  Idle(
+    lambda config: not config.model.is_latent,
+    "model.kv_lora_rank=0 has no latent attention",
+    _of("model.yarn", "mscale_all_dim"),
   ),
   Idle(
     lambda config: not config.model.lora.rank, "model.lora.rank=0 trains in full", _of("model.lora", "alpha", "targets")

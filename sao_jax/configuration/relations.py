@@ -137,8 +137,8 @@ def _latent_problem(model: ModelConfig) -> str | None:
     return f"qk_rope_head_dim is {model.qk_rope_head_dim}, an odd number; rotary embeddings turn pairs."
   if model.num_kv_heads != model.num_heads:
     return f"latent attention has as many key-value heads as heads, not {model.num_kv_heads} of {model.num_heads}."
-  if model.attention_bias or model.rotary_fraction != 1.0 or model.yarn.factor != 1.0:
-    return "attention_bias, rotary_fraction and yarn are not implemented for latent attention."
+  if model.attention_bias or model.attention_out_bias or model.rotary_fraction != 1.0:
+    return "attention_bias, attention_out_bias and rotary_fraction are not implemented for latent attention."
   return None
 
 

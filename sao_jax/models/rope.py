@@ -20,12 +20,32 @@ NO_YARN = YarnConfig()
 def rope_frequencies(rotary_dim: int, theta: float, yarn: YarnConfig = NO_YARN) -> Float[Array, " half"]:
   """theta^(-2i / rotary_dim), i = 0 ... rotary_dim / 2 - 1, fp32; with YaRN the slow ones are divided by its factor.
 
-  Source: arXiv 2309.00071, section 3.2 ("NTK-by-parts").
+  Source: arXiv 2309.00071, section 3.2 ("NTK-by-parts"). Its ramp goes by turns, and so does that of Llama 3.1; the
+  code of its authors, and of all who use YaRN, has one that goes by the index of the frequency.
   """
   exponents = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
   frequencies = jnp.power(jnp.float32(theta), -exponents)
   if yarn.factor == 1.0:
     return frequencies
+
+  slow = (_slow_by_turns if yarn.ramp == "turns" else _slow_by_index)(frequencies, rotary_dim, theta, yarn)
+  return frequencies / yarn.factor * slow + frequencies * (1.0 - slow)
+
+
+def _slow_by_turns(
+  frequencies: Float[Array, " half"], rotary_dim: int, theta: float, yarn: YarnConfig
+) -> Float[Array, " half"]:
+  """1 for frequencies that turn less often than beta_slow, 0 for those that turn more often than beta_fast."""
+  del rotary_dim, theta
+  turns = yarn.original_positions / (2 * math.pi) * frequencies
+  width = yarn.beta_fast - yarn.beta_slow or 0.001
+  return jnp.clip((yarn.beta_fast - turns) / width, 0.0, 1.0)
+
+
+def _slow_by_index(
+  frequencies: Float[Array, " half"], rotary_dim: int, theta: float, yarn: YarnConfig
+) -> Float[Array, " half"]:
+  """The same, linear in the index of a frequency."""
 
   def index_of(turns: float) -> float:  # the (fractional) index of the frequency that turns so often
     return rotary_dim * math.log(yarn.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -35,13 +55,17 @@ def rope_frequencies(rotary_dim: int, theta: float, yarn: YarnConfig = NO_YARN) 
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, rotary_dim - 1)
   width = high - low or 0.001
-  slow = jnp.clip((jnp.arange(rotary_dim // 2, dtype=jnp.float32) - low) / width, 0.0, 1.0)
-  return frequencies / yarn.factor * slow + frequencies * (1.0 - slow)
+  return jnp.clip((jnp.arange(len(frequencies), dtype=jnp.float32) - low) / width, 0.0, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+  """0.1 · mscale · ln(factor) + 1: how much sharper attention over a context stretched by this factor has to be."""
+  return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
 
 
 def yarn_attention_factor(yarn: YarnConfig) -> float:
   """The factor on cos and sin, without which queries and keys of a stretched context lose sharpness."""
-  return yarn.attention_factor or 0.1 * math.log(max(yarn.factor, 1.0)) + 1.0
+  return yarn.attention_factor or yarn_mscale(yarn.factor)
 
 
 def rope_table(

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention.latent import LatentAttend, Selection, absorb, absorbed_values, is_choosing
+from sao_jax.models.attention.latent import (
+  LatentAttend,
+  Selection,
+  absorb,
+  absorbed_values,
+  is_choosing,
+  score_scale,
+)
 from sao_jax.models.attention.selected import read_selected
 from sao_jax.models.attention.sparse import Index, choose_positions, is_full
 from sao_jax.sampler.attend import readable, stretched_attention
@@ -85,7 +92,7 @@ def cached_latent_attend(
     q: jax.Array, latent: jax.Array, kv_b: jax.Array, selection: Selection, layer_index: jax.Array, new: LatentCache
   ) -> tuple[jax.Array, LatentCache]:
     new = new.replace(latent=write(new.latent, latent, layer_index))
-    queries, scale = absorb(q, kv_b, config.qk_nope_head_dim), q.shape[-1] ** -0.5
+    queries, scale = absorb(q, kv_b, config.qk_nope_head_dim), score_scale(config)
 
     if selection is None:
       # Every head reads the latents themselves: as keys in full, as values their compressed numbers.

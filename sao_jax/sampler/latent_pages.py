@@ -11,7 +11,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.attention.latent import LatentAttend, Selection, absorb, absorbed_values, is_choosing
+from sao_jax.models.attention.latent import (
+  LatentAttend,
+  Selection,
+  absorb,
+  absorbed_values,
+  is_choosing,
+  score_scale,
+)
 from sao_jax.models.attention.selected import read_selected
 from sao_jax.models.attention.sparse import Index, choose_positions, is_full
 from sao_jax.parallel.layout import Layout
@@ -82,8 +89,7 @@ class LatentPages:
         first = layer * num_pages
         pages = write_tokens(pages, flat(latent), batch, first, num_pages)
         queries = widen(absorb(q, kv_b, config.qk_nope_head_dim), pages.shape[-1])
-        scale = q.shape[-1] ** -0.5
-        weighted = _read(config, queries, selection, pages, first, batch, num_pages, scale)
+        weighted = _read(config, queries, selection, pages, first, batch, num_pages)
         return absorbed_values(weighted, kv_b, config.qk_nope_head_dim), pages
 
       # Heads over "tensor"; the latents, which all of them read, on each of its devices.
@@ -131,10 +137,9 @@ def _read(
   first_page: Int[Array, ""],
   batch: PageBatch,
   num_pages: int,
-  scale: float,
 ) -> Float[Array, "B T H R"]:
   """The weighted sums of compressed vectors. Heads read the same latents: as keys in full, as values the first R."""
-  rank, page_size = config.kv_lora_rank, pages.shape[1]
+  rank, page_size, scale = config.kv_lora_rank, pages.shape[1], score_scale(config)
   if selection is not None:
     rows, first = pages.reshape(-1, pages.shape[-1]), first_page * page_size
     gather = lambda places: rows[first + places].astype(queries.dtype)

@@ -57,6 +57,8 @@ def test_nothing_is_hinted_at_in_what_is_shipped(config):
     ({"model.d_ff_expert": 32, "algorithm.freeze_router": True}, "model.d_ff_expert, algorithm.freeze_router will"),
     (EXPERTS | {"model.num_dense_layers": 2, "model.d_ff_shared": 8}, "model.d_ff_shared will have no effect"),
     ({"model.yarn.beta_slow": 2.0}, "model.yarn.beta_slow will have no effect"),
+    ({"model.yarn.factor": 2.0, "model.yarn.ramp": "turns", "model.yarn.truncate": False}, "model.yarn.truncate will"),
+    ({"model.yarn.factor": 2.0, "model.yarn.mscale_all_dim": 1.0}, "model.yarn.mscale_all_dim will have no effect"),
     ({"model.lora.alpha": 8.0}, "model.lora.alpha will have no effect"),
     ({"model.index_head_dim": 8}, "model.index_head_dim will have no effect"),
     ({"rollout.max_staleness": -1, "rollout.staleness": "mask"}, "rollout.staleness will have no effect"),
@@ -82,7 +84,8 @@ def test_each_hint_names_its_fields_and_the_remedy(overrides, words):
   sections = {path: value for path, value in overrides.items() if "." not in path}
   config = config_tree.replace(VALID, {path: overrides[path] for path in overrides.keys() - sections.keys()})
   (hint,) = hints(dataclasses.replace(config, **sections))
-  assert words in hint and all(path in hint for path in overrides.keys() - {*GRPO, *EXPERTS, "model.num_dense_layers"})
+  unnamed = {*GRPO, *EXPERTS, "model.num_dense_layers", "model.yarn.factor"}
+  assert words in hint and all(path in hint for path in overrides.keys() - unnamed)
 
 
 def test_the_fields_of_hints_exist():

@@ -11,6 +11,7 @@ import pytest
 from toys import latent_toy as toy
 from toys.masked_attention import grouped_attention, packed_causal_mask
 
+from sao_jax.config import YarnConfig
 from sao_jax.models.attention.latent import absorb, absorbed_values, expand, latent_keys, latent_queries
 from sao_jax.models.attention.sparse import index_scores, is_full
 from sao_jax.models.rope import rope_table
@@ -121,3 +122,18 @@ def test_index_scores_are_the_weighted_sum_of_rectified_products():
 def test_layers_have_indexers_of_their_own_unless_marked_shared():
   assert is_full(toy.CONFIG) == (True, True)
   assert is_full(dataclasses.replace(toy.CONFIG, indexer_types=("full", "shared"))) == (True, False)
+
+
+def test_a_stretched_context_sharpens_the_scores():
+  """By the square of 0.1 m ln(factor) + 1, in attention that reads all positions and in attention that chooses."""
+  params, indexers = toy.layer_params()
+  x, (positions, segments) = toy.hidden_states(), alone()
+  sharper = (0.1 * 0.7 * np.log(40.0) + 1) ** 2
+  yarn = YarnConfig(factor=40.0, original_positions=10**9, attention_factor=1.0, mscale_all_dim=0.7)
+  for plain in (toy.CONFIG, toy.DENSE):
+    config = dataclasses.replace(plain, yarn=yarn)  # within so many positions every frequency turns often: none changes
+    out, selection = run(params, indexers, x, positions, segments, config=config)
+    q, k, v = expanded(params, x, positions)
+    read = grouped_attention(q, k, v, selection, scale=sharper * q.shape[-1] ** -0.5)
+    np.testing.assert_allclose(out, jnp.einsum("bthv,hvd->btd", read, params["o"]), atol=1e-5)
+    assert float(jnp.max(jnp.abs(out - run(params, indexers, x, positions, segments, config=plain)[0]))) > 1e-2

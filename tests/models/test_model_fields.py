@@ -19,7 +19,12 @@ from sao_jax.types import TrajectoryBatch
 # Read by the validation of a run, and by the start of a phase.
 ELSEWHERE = {"max_positions", "checkpoint"}
 GROUPED = dataclasses.replace(
-  transformer_toy.MOE, router="sigmoid", num_expert_groups=2, yarn=YarnConfig(factor=2.0), lora=LoRAConfig(rank=2)
+  transformer_toy.MOE,
+  router="sigmoid",
+  num_expert_groups=2,
+  attention_out_bias=True,
+  yarn=YarnConfig(factor=2.0),
+  lora=LoRAConfig(rank=2),
 )
 
 

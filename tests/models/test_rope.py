@@ -71,6 +71,27 @@ def test_the_attention_factor_scales_cosine_and_sine():
   assert yarn_attention_factor(YarnConfig(factor=1.0)) == 1.0
 
 
+@pytest.mark.parametrize("change", [{}, {"factor": 32.0}, {"beta_fast": 1.0}, {"original_positions": 64}])
+def test_the_ramp_of_llama_3_1_goes_by_turns(change):
+  """Its frequencies, one by one: kept where a wave is short, divided where it is long, between them by its turns."""
+  llama = YarnConfig(factor=8.0, original_positions=8192, beta_fast=4.0, beta_slow=1.0, ramp="turns")
+  llama = dataclasses.replace(llama, **change)
+  found = np.asarray(rope_frequencies(128, 5e5, llama), np.float64)
+  mixed = 0
+  for index, got in enumerate(found):
+    plain = 5e5 ** (-index / 64)
+    wave = 2 * math.pi / plain
+    if wave < llama.original_positions / llama.beta_fast:
+      expected = plain
+    elif wave > llama.original_positions / llama.beta_slow:
+      expected = plain / llama.factor
+    else:
+      kept = (llama.original_positions / wave - llama.beta_slow) / (llama.beta_fast - llama.beta_slow)
+      expected, mixed = (1 - kept) * plain / llama.factor + kept * plain, mixed + 1
+    assert got == pytest.approx(expected, rel=2e-5), index
+  assert bool(mixed) == (llama.beta_fast > llama.beta_slow)
+
+
 def test_the_model_turns_by_its_own_yarn(monkeypatch):
   config = dataclasses.replace(transformer_toy.SMALL, yarn=dataclasses.replace(YARN, original_positions=64))
   used = []

@@ -20,7 +20,8 @@ from sao_jax.parallel.params import init_params
 
 DENSE = ModelConfig(vocab_size=12, num_layers=2, d_model=8, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=8)
 MOE = dataclasses.replace(DENSE, num_experts=4, d_ff_expert=4, d_ff_shared=4, num_dense_layers=1, remat="full")
-MOE = dataclasses.replace(MOE, router="sigmoid", num_expert_groups=2, attention_bias=True, rotary_fraction=0.5)
+MOE = dataclasses.replace(MOE, router="sigmoid", num_expert_groups=2, rotary_fraction=0.5)
+MOE = dataclasses.replace(MOE, attention_bias=True, attention_out_bias=True)
 MESHES = {
   "data x context": MeshConfig(data=4, fsdp=1, context=2),
   "fsdp x expert x tensor": MeshConfig(fsdp=2, expert=2, tensor=2),

@@ -22,7 +22,7 @@ from sao_jax.sampler.scheduler import Scheduler
 
 LATENT = dataclasses.replace(
   toy.CONFIG, vocab_size=61, num_layers=3, indexer_types=("full", "shared", "full"), index_topk=6, num_experts=4,
-  d_ff_expert=16, num_dense_layers=1, initializer_range=0.3,
+  d_ff_expert=16, num_dense_layers=1, initializer_range=0.3, yarn=toy.YARN,
 )  # fmt: skip
 EVERYTHING = dataclasses.replace(LATENT, index_topk=0)
 

@@ -57,7 +57,7 @@ def assert_same(one, other):
 
 LATENT = dataclasses.replace(
   latent_toy.CONFIG, vocab_size=61, num_layers=3, indexer_types=("full", "shared", "full"), index_topk=6, num_experts=4,
-  d_ff_expert=16, num_dense_layers=1, initializer_range=0.3,
+  d_ff_expert=16, num_dense_layers=1, initializer_range=0.3, yarn=latent_toy.YARN,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sao_jax.config import ModelConfig
+from sao_jax.config import ModelConfig, YarnConfig
 from sao_jax.models.attention.latent import latent_layer, latent_specs, no_selection, packed_latent_attend
 from sao_jax.models.attention.sparse import indexer_specs
 from sao_jax.models.rope import rope_table
@@ -33,6 +33,8 @@ CONFIG = ModelConfig(
   index_head_dim=9,
 )
 DENSE = dataclasses.replace(CONFIG, index_topk=0)
+# A context stretched as that of DeepSeek-V3: scores are multiplied by 1.46, cos and sin by 1.1.
+YARN = YarnConfig(factor=8.0, original_positions=16, mscale_all_dim=1.0, attention_factor=1.1)
 LENGTH = 13
 
 

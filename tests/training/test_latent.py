@@ -88,6 +88,7 @@ REFUSED = {
   "without latents": ({"kv_lora_rank": 0}, "there is no latent attention"),
   "grouped": ({"num_kv_heads": 2}, "2 of 4"),
   "bias": ({"attention_bias": True}, "not implemented for latent attention"),
+  "bias of the output": ({"attention_out_bias": True}, "not implemented for latent attention"),
   "no heads": ({"index_num_heads": 0}, "0 heads"),
   "narrow": ({"index_head_dim": 2}, "cannot hold the 4"),
   "kinds": ({"indexer_types": ("full",)}, "1 kinds of 2 layers"),

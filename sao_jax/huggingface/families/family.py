@@ -22,7 +22,8 @@ from sao_jax.parallel.params import Specs, path_name
 SHAPE = (
   *("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "num_dense_layers"),
   *("num_experts", "num_experts_per_token", "d_ff_expert", "d_ff_shared", "renormalize_router", "router"),
-  *("num_expert_groups", "num_groups_per_token", "routed_scaling", "qk_norm", "attention_bias", "tie_embeddings"),
+  *("num_expert_groups", "num_groups_per_token", "routed_scaling", "qk_norm"),
+  *("attention_bias", "attention_out_bias", "tie_embeddings"),
   *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk"),
   *("index_num_heads", "index_head_dim", "indexer_types", "rope_theta", "rotary_fraction", "yarn", "max_positions"),
   *("rms_norm_eps", "initializer_range"),

@@ -51,6 +51,8 @@ def grouped_specs(config: ModelConfig) -> Specs:
       "k_bias": spec((kv_heads, head_dim), ("kv_heads", None), "zeros"),
       "v_bias": spec((kv_heads, head_dim), ("kv_heads", None), "zeros"),
     }
+  if config.attention_out_bias:
+    specs["o_bias"] = spec((dim,), (None,), "zeros")
   return specs
 
 
@@ -78,7 +80,8 @@ def grouped_layer(
     q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
     k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
   out, carry = attend(apply_rope(q, table), apply_rope(k, table), v, layer_index, carry)
-  return linear(out.reshape(*x.shape[:2], -1), params["o"].reshape(-1, x.shape[-1]), layout), carry, None
+  out = linear(out.reshape(*x.shape[:2], -1), params["o"].reshape(-1, x.shape[-1]), layout)
+  return out + params["o_bias"].astype(x.dtype) if config.attention_out_bias else out, carry, None
 
 
 def packed_attend(segment_ids: Int[Array, "B T"], layout: Layout = ONE_DEVICE) -> GroupedAttend:
@@ -97,6 +100,6 @@ GROUPED = AttentionKind(
   layer=grouped_layer,
   packed=lambda config, segment_ids, layout: packed_attend(segment_ids, layout),
   rotary_dim=lambda config: int(config.head_dim * config.rotary_fraction),
-  names=("q", "k", "v", "o", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias"),
+  names=("q", "k", "v", "o", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias"),
   matrices={"q": 1, "k": 1, "v": 1, "o": 2},
 )

@@ -36,7 +36,7 @@ from sao_jax.models.attention.sparse import (
   is_full,
 )
 from sao_jax.models.linear import linear, rms_norm
-from sao_jax.models.rope import apply_interleaved_rope
+from sao_jax.models.rope import apply_interleaved_rope, yarn_mscale
 from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
 
@@ -58,6 +58,12 @@ def latent_specs(config: ModelConfig) -> Specs:
     "kv_b": spec((rank, heads, plain + value), ("latent", "heads", None)),
     "o": spec((heads, value, dim), ("heads", None, "embed")),
   }
+
+
+def score_scale(config: ModelConfig) -> float:
+  """The factor on the scores: 1 / sqrt(q), of a context stretched by YaRN more, as DeepSeek-V3 has it."""
+  width = config.qk_nope_head_dim + config.qk_rope_head_dim
+  return width**-0.5 * yarn_mscale(config.yarn.factor, config.yarn.mscale_all_dim) ** 2
 
 
 def latent_queries(
@@ -141,7 +147,7 @@ def packed_latent_attend(
   reads and gives nothing.
   """
   real = (segment_ids > 0)[..., None]
-  plain, length = config.qk_nope_head_dim, segment_ids.shape[1]
+  plain, length, scale = config.qk_nope_head_dim, segment_ids.shape[1], score_scale(config)
 
   # Choice and attention are both by the index in the row, and both causal within segments.
   def select(index: Index, number: jax.Array, carry: Any) -> tuple[Selection, Any]:
@@ -154,9 +160,8 @@ def packed_latent_attend(
     del layer_index
     latent = jnp.where(real, latent, 0)  # weights on padding are 0, but 0 · NaN is NaN
     if selection is None:
-      return expanded_attention(q, latent, kv_b, segment_ids, plain, layout), carry
-    queries, scale = absorb(q, kv_b, plain), q.shape[-1] ** -0.5
-    weighted = packed_selected_attention(queries, latent, selection, config.kv_lora_rank, scale, layout)
+      return expanded_attention(q, latent, kv_b, segment_ids, plain, scale, layout), carry
+    weighted = packed_selected_attention(absorb(q, kv_b, plain), latent, selection, config.kv_lora_rank, scale, layout)
     weighted = checkpoint_name(weighted, ATTENTION_OUT)
     return jnp.where(real[..., None], absorbed_values(weighted, kv_b, plain), 0), carry
 
@@ -169,6 +174,7 @@ def expanded_attention(
   kv_b: Float[Array, "R H e"],
   segment_ids: Int[Array, "B T"],
   plain_dim: int,
+  scale: float,
   layout: Layout,
 ) -> Float[Array, "B T H v"]:
   """Attention over all earlier latents of the segment, expanded to the keys and values of every head.
@@ -177,11 +183,11 @@ def expanded_attention(
   larger, and so are their gradients.
   """
   if layout.shards("sequence") == 1:
-    return packed_attention(layout)(q, *expand(latent, kv_b, plain_dim, layout), segment_ids)
+    return packed_attention(layout)(q, *expand(latent, kv_b, plain_dim, layout), segment_ids, scale)
 
   def local(q: jax.Array, latent: jax.Array, kv_b: jax.Array, segments: jax.Array) -> jax.Array:
     k, v = expand(gather_sequence(latent, layout), kv_b, plain_dim, layout)
-    return attend_stretch(shard_attention(layout), q, k, v, segments, q.shape[-1] ** -0.5, layout)
+    return attend_stretch(shard_attention(layout), q, k, v, segments, scale, layout)
 
   # Padding reads and gives nothing, as in `packed_attention`.
   real = (segment_ids > 0)[..., None, None]

@@ -6,15 +6,16 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
+from sao_jax.chat.stop_tokens import read_stop_ids
+from sao_jax.chat.tokenizer_files import TokenizerSettings, read_settings, read_tokenizer
 from sao_jax.errors import ConfigError
 
-ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MARKER = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)  # <|user|>, and the same with full-width bars
 REPLACEMENT = "\ufffd"
 
@@ -45,41 +46,37 @@ class HFTokenizer:
     Raises:
       ConfigError: when the package or a file is missing, or the tokenizer cannot be used turn by turn.
     """
-    # The folder's files; tokenizer_config.json has the last word.
+    # The tokens of all files.
     self.folder = _located(folder)
-    declared = read_json(self.folder / "tokenizer.json", "Save it with a fast tokenizer's `save_pretrained`.")
-    settings = {
-      **read_json(self.folder / "special_tokens_map.json"),
-      **read_json(self.folder / "tokenizer_config.json"),
-    }
+    declared = read_tokenizer(self.folder)
+    settings = read_settings(self.folder, declared)
+    self._tokenizer = self._load(declared)
+    self._add(settings)
 
     # Tokens with a role, by the names that the settings give them.
-    self.token_names = {role: _content(settings[role]) for role in ROLES if settings.get(role) is not None}
-    named = {
-      role: self._declared_id(declared, self.token_names[role])
-      for role in ("bos_token", "eos_token", "pad_token")
-      if role in self.token_names
-    }
-    self.stop_ids = self._read_stop_ids(named.get("eos_token"))
+    self.token_names = dict(settings.names)
+    named = {role: self._tokenizer.token_to_id(name) for role, name in self.token_names.items()}
+    self.stop_ids = read_stop_ids(self.folder, named.get("eos_token"))
     self.bos_id, self.eos_id = named.get("bos_token"), named.get("eos_token", self.stop_ids[0])
     self.pad_id = named.get("pad_token", self.eos_id)
 
     # Control tokens: text must not forge them, so all of them become special.
-    self.control_ids = frozenset(
-      token["id"]
-      for token in declared["added_tokens"]
-      if token["special"] or MARKER.fullmatch(token["content"]) or token["id"] in (*named.values(), *self.stop_ids)
-    )
-    controls = [token for token in declared["added_tokens"] if token["id"] in self.control_ids]
-    for token in controls:
-      token["special"] = True  # so that one switch turns all of them into text
-    self._controls = {token["content"]: token["id"] for token in controls}
-    self._split = _splitter(controls)
+    controls = {
+      token_id: token
+      for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+      if token.special or MARKER.fullmatch(token.content) or token_id in (*named.values(), *self.stop_ids)
+    }
+    self.control_ids = frozenset(controls)
+    self._controls = {token.content: token_id for token_id, token in controls.items()}
+    self._split = _splitter(controls.values())
+    for token in controls.values():
+      token.special = True
+    self._tokenizer.add_special_tokens(list(controls.values()))
+    self._tokenizer.encode_special_tokens = True  # control tokens become text; `encode_with_specials` puts them in
 
-    self._tokenizer = self._load(declared)
     self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
     self.adds_bos = self.bos_id is not None and bool(
-      settings.get("add_bos_token", self._tokenizer.encode("").ids[:1] == [self.bos_id])
+      settings.values.get("add_bos_token", self._tokenizer.encode("").ids[:1] == [self.bos_id])
     )
     self._check()
 
@@ -150,24 +147,6 @@ class HFTokenizer:
     text = self.decode(ids)
     return None if REPLACEMENT in text else text
 
-  def _declared_id(self, declared: dict[str, Any], name: str) -> int:
-    for token in declared["added_tokens"]:
-      if token["content"] == name:
-        return token["id"]
-    raise ConfigError(
-      "tokenizer", f"{self.folder} names {name!r}, which tokenizer.json does not list.", "Save the folder again."
-    )
-
-  def _read_stop_ids(self, eos_id: int | None) -> tuple[int, ...]:
-    stop_ids = read_json(self.folder / "generation_config.json").get("eos_token_id", eos_id)
-    if stop_ids in (None, []):
-      raise ConfigError(
-        "tokenizer",
-        f"Nothing in {self.folder} says which token ends a turn.",
-        "Add eos_token to tokenizer_config.json, or eos_token_id to generation_config.json.",
-      )
-    return tuple(stop_ids) if isinstance(stop_ids, list) else (stop_ids,)
-
   def _load(self, declared: dict[str, Any]) -> Any:
     try:
       import tokenizers
@@ -186,8 +165,29 @@ class HFTokenizer:
     # A saved file may carry settings for truncation and padding.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # control tokens become text; `encode_with_specials` puts them in by id
     return tokenizer
+
+  def _add(self, settings: TokenizerSettings) -> None:
+    """Adds the tokens that stand in the settings only. The package gives ids in order: the files must agree."""
+    import tokenizers
+
+    if settings.values.get("split_special_tokens"):
+      raise ConfigError(
+        "tokenizer",
+        f"tokenizer_config.json of {self.folder} has split_special_tokens: no control token would ever be written.",
+        "Take it out.",
+      )
+    added = [tokenizers.AddedToken(token.content, **{"special": False, **token.flags}) for token in settings.additions]
+    self._tokenizer.add_tokens(added)
+
+    for name, promised, source in settings.promises:
+      if (got := self._tokenizer.token_to_id(name)) != promised:
+        raise ConfigError(
+          "tokenizer",
+          f"{source} of {self.folder} gives {name!r} the id {promised}, but it gets {got}: ids have a gap, or files "
+          "differ.",
+          "Let the files agree, with tokens for all ids in between, and save the folder again.",
+        )
 
   def _check(self) -> None:
     """Refuses a tokenizer whose turns cannot be joined, or whose text can forge control tokens."""
@@ -216,34 +216,10 @@ def _located(folder: str | os.PathLike[str]) -> pathlib.Path:
   return epath.Path(folder)
 
 
-def read_json(path: pathlib.Path, remedy: str | None = None) -> dict[str, Any]:
-  """Reads the object in a JSON file. A missing file is an empty object, or an error when there is a `remedy` for it.
-
-  Raises:
-    ConfigError: when the file is missing and has a remedy, or holds no JSON object.
-  """
-  if not path.is_file():
-    if remedy is None:
-      return {}
-    raise ConfigError("tokenizer", f"{path.parent} has no {path.name}.", remedy)
-  try:
-    value = json.loads(path.read_text(encoding="utf-8"))
-  except ValueError as error:
-    raise ConfigError("tokenizer", f"{path} is not JSON: {error}", "Save the folder again.") from error
-  if not isinstance(value, dict):
-    raise ConfigError("tokenizer", f"{path} holds a {type(value).__name__}, not an object.", "Save the folder again.")
-  return value
-
-
-def _content(token: str | dict[str, Any]) -> str:
-  return token["content"] if isinstance(token, dict) else token
-
-
-def _splitter(controls: Sequence[dict[str, Any]]) -> re.Pattern[str]:
+def _splitter(controls: Iterable[Any]) -> re.Pattern[str]:
   """Makes the pattern that splits text at control tokens, longest first, blanks included where a token takes them."""
-  names = sorted(controls, key=lambda token: -len(token["content"]))
-  patterns = [
-    (r"\s*" if token["lstrip"] else "") + re.escape(token["content"]) + (r"\s*" if token["rstrip"] else "")
-    for token in names
-  ]
+  patterns = []
+  for token in sorted(controls, key=lambda token: -len(token.content)):
+    name = rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)
+    patterns.append((r"\s*" if token.lstrip else "") + name + (r"\s*" if token.rstrip else ""))
   return re.compile("(" + ("|".join(patterns) or r"(?!)") + ")")

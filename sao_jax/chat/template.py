@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sao_jax.chat.hf_tokenizer import read_json
+from sao_jax.chat.tokenizer_files import read_json
 from sao_jax.errors import ConfigError
 
 Message = Mapping[str, Any]  # "role", "content", and other keys that the template reads; JSON values

@@ -141,11 +141,6 @@ def test_who_adds_the_begin_token(tmp_path, post_processor, setting, adds):
   assert tokenizer.bos_id not in tokenizer.encode("<s>a")  # not even where the post-processor would
 
 
-def test_stop_ids_default_to_the_end_token(tmp_path):
-  tokenizer = HFTokenizer(chat_toy.save_folder(tmp_path))
-  assert tokenizer.stop_ids == (tokenizer.id_of("<|im_end|>"),)
-
-
 @pytest.mark.parametrize(
   "spoil, problem",
   [
@@ -154,8 +149,13 @@ def test_stop_ids_default_to_the_end_token(tmp_path):
     (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "not an object"),
     (lambda folder: edit(folder, "tokenizer.json", lambda value: value.pop("model")), "cannot be read"),
     (lambda folder: edit(folder, "tokenizer_config.json", lambda value: value.pop("eos_token")), "ends a turn"),
-    (lambda folder: chat_toy.write_json(folder / "generation_config.json", {"eos_token_id": []}), "ends a turn"),
-    (lambda folder: edit(folder, "tokenizer_config.json", lambda v: v.update(eos_token="<no>")), "names '<no>'"),
+    (lambda folder: chat_toy.write_json(folder / "config.json", {"eos_token_id": [True]}), "no token ids"),
+    (lambda folder: edit(folder, "tokenizer_config.json", lambda v: v.update(eos_token=["<no>"])), "is no token"),
+    (
+      lambda folder: edit(folder, "tokenizer_config.json", lambda v: v.update(split_special_tokens=True)),
+      "Take it out",
+    ),
+    (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"), "only tokenizer.model of a slow"),
     (
       lambda folder: edit(folder, "tokenizer.json", lambda v: v["pre_tokenizer"].update(add_prefix_space=True)),
       "turns cannot be joined",

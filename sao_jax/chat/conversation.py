@@ -104,17 +104,28 @@ class ChatRenderer:
       raise ConfigError("chat_template", f"{self.template.name} writes bos_token twice.", "Remove one of them.")
     return ids
 
-  def behind_stop(self, suffix_ids: Int[np.ndarray, "n"], stop_id: int | None) -> Int[np.ndarray, "n"]:
-    """Returns the part of a suffix that is still to be appended behind a sampled stop token.
+  def behind_stop(self, suffix: str, stop_id: int | None) -> tuple[Int[np.ndarray, "n"], str]:
+    """Returns the part of a suffix that is still to be appended behind a sampled stop token, and its text.
 
     The suffix begins with the stop token that the template writes there (blanks may precede it). It is left out when
-    the policy has sampled it. If the policy stopped with another token, or was cut, all of the suffix is appended.
+    the policy has sampled it, and so are the blanks, which have no place behind it. If the policy stopped with another
+    token, or was cut, all of the suffix is appended.
+
+    Args:
+      suffix: the template's text behind the turn.
+      stop_id: the stop token that the policy has sampled, None if it was cut.
+
+    Returns:
+      (ids to append, the text that stands behind the turn then, stop token included).
     """
+    suffix_ids = self.encode(suffix)
+    stop = "" if stop_id is None else self.tokenizer.decode([stop_id])
     controls = [place for place, token in enumerate(suffix_ids.tolist()) if token in self.tokenizer.control_ids]
-    if stop_id is None or not controls or suffix_ids[controls[0]] != stop_id:
-      return suffix_ids
-    blank = not self.tokenizer.decode(suffix_ids[: controls[0]]).strip()
-    return suffix_ids[controls[0] + 1 :] if blank else suffix_ids
+    blanks, _, behind = suffix.partition(stop) if stop else ("", "", suffix)
+    is_first = bool(controls) and suffix_ids[controls[0]] == stop_id
+    if is_first and not blanks.strip():
+      return suffix_ids[controls[0] + 1 :], suffix if controls[0] == 0 else stop + behind
+    return suffix_ids, stop + suffix
 
   def _turn_end(self, next_role: str) -> int | None:
     """Finds the control token with which the template ends a turn before a message of `next_role`, if it has one."""
@@ -265,11 +276,8 @@ class ChatSession:
       return Continuation(ids, new_segment=True, exact=True)
 
     # Extend the context by the suffix, without the stop token if the policy has sampled that itself.
-    suffix_ids = self._renderer.encode(suffix)
-    ids = self._renderer.behind_stop(suffix_ids, self._stop_id)
-    is_other_stop = self._stop_id is not None and len(ids) == len(suffix_ids)
-    stop = self._renderer.tokenizer.decode([self._stop_id]) if is_other_stop else ""
-    self._context += f"{said}{stop}{suffix}"
+    ids, text = self._renderer.behind_stop(suffix, self._stop_id)
+    self._context += f"{said}{text}"
     self._recorder.append(ids, sampled=False)
     return Continuation(ids, new_segment=False, exact=self._context == rendered)
 

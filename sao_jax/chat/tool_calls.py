@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -222,6 +223,13 @@ def _refuse_constant(name: str) -> NoReturn:
   raise ValueError(f"{name} is no JSON number")
 
 
+def _finite(text: str) -> float:
+  value = float(text)
+  if math.isinf(value):
+    raise ValueError(f"{text if len(text) <= 40 else text[:40] + '...'} is larger than any float")
+  return value
+
+
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   value = dict(pairs)
   if len(value) < len(pairs):
@@ -229,7 +237,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   return value
 
 
-DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
 
 
 def _between(text: str, place: int, opening: str, closing: str) -> tuple[str, int]:

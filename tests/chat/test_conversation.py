@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -137,15 +139,46 @@ def test_a_turn_that_did_not_stop_as_the_template_does_gets_the_templates_end(re
   assert context(session)[len(session.prompt_ids) :][: len(action)] == action.tolist()
 
 
-def test_a_template_may_put_blanks_before_the_end_of_a_turn(tmp_path):
-  folder = chat_toy.save_folder(tmp_path, PLAIN.replace("message.content + '<", "message.content + '\n<"))
-  renderer = ChatRenderer(HFTokenizer(folder))
+@pytest.mark.parametrize(
+  "content, said, exact",
+  [
+    ("message.content", "84", False),  # the template's line break before the stop token was never sampled
+    ("message.content", "84\n", False),  # and here it writes another
+    ("message.content | trim", "84\n", True),  # sampled just as the template lays it out
+    ("message.content | trim", "84", False),
+  ],
+)
+def test_a_template_may_put_blanks_before_the_end_of_a_turn(tmp_path, content, said, exact):
+  template = PLAIN.replace("message.content + '<", f"({content}) + '\n<")
+  renderer = ChatRenderer(HFTokenizer(chat_toy.save_folder(tmp_path, template)))
   assert renderer.stop_ids == (renderer.tokenizer.id_of(END),)
   session = renderer.start(QUESTION)
-  session.act(ids_of(renderer, "84<|im_end|>"))
-  assert renderer.tokenizer.decode(session.observe(ANSWERS[:1]).token_ids).startswith(
-    "\n<|im_start|>tool\n84\n<|im_end|>"
-  )
+  session.act(ids_of(renderer, f"{said}<|im_end|>"))
+  continuation = session.observe(ANSWERS[:1])
+  behind = "\n<|im_start|>tool\n84\n<|im_end|>"
+  assert renderer.tokenizer.decode(continuation.token_ids).startswith(behind)
+  history = [*QUESTION, message("assistant", said), ANSWERS[0]]
+  assert not continuation.new_segment and continuation.exact == exact
+  assert (
+    renderer.tokenizer.decode(context(session)) == renderer.tokenizer.decode(renderer.prompt_ids(history))
+  ) == exact
+
+
+@pytest.mark.parametrize("lstrip", [False, True])
+def test_something_else_before_the_stop_token_is_appended_and_shown(tmp_path, lstrip):
+  """A mark that the template writes at the end of a turn, and a stop token that takes the blanks before it with it."""
+  template = PLAIN.replace("message.content + '<", "message.content + ('' if message.role == 'user' else ' .\n') + '<")
+  folder = chat_toy.save_folder(tmp_path, template)
+  declared = json.loads((folder / "tokenizer.json").read_text())
+  for token in declared["added_tokens"]:
+    token["lstrip"] = lstrip and token["content"] == END
+  chat_toy.write_json(folder / "tokenizer.json", declared)
+  renderer = ChatRenderer(HFTokenizer(folder))
+  session = renderer.start(QUESTION)
+  session.act(np.append(ids_of(renderer, "84"), renderer.tokenizer.id_of(END)))
+  continuation = session.observe(ANSWERS[:1])
+  assert not continuation.exact and not continuation.new_segment
+  assert renderer.tokenizer.decode(continuation.token_ids).startswith(f" .{'' if lstrip else chr(10)}{END}\n")
 
 
 def test_garbage_does_not_raise(renderers):

@@ -86,10 +86,19 @@ def test_hermes(text, thinking, items):
     ('{"name": "f", "arguments": null}', "arguments must be a JSON object"),
     ('{"name": "f", "arguments": {"a": NaN}}', "NaN is no JSON number"),
     ('{"name": "f", "arguments": {"a": -Infinity}}', "-Infinity is no JSON number"),
+    ('{"name": "f", "arguments": {"a": Infinity}}', "Infinity is no JSON number"),
+    ('{"name": "f", "arguments": {"a": 1e999}}', "1e999 is larger than any float"),
+    ('{"name": "f", "arguments": {"a": [{"b": -1.5E+400}]}}', "-1.5E+400 is larger than any float"),
+    ('{"name": "f", "arguments": {"a": ' + "9" * 500 + ".0}}", "9... is larger than any float"),
+    ('{"name": "f", "arguments": {"a": 01}}', "no valid JSON"),
+    ('{"name": "f", "arguments": {"a": .5}}', "no valid JSON"),
     ('{"name": "f", "arguments": {"a": 1, "a": 2}}', "a key twice"),
+    ('{"name": "f", "arguments": {"a": [{"b": 1, "\\u0062": 2}]}}', "a key twice"),
     ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "no valid JSON (Exceeds the limit"),
     ('{"name": "f", "arguments": {"a": ' + "[" * 100_000, "nested too deeply"),
     (r'{"name": "f", "arguments": {"a": "\ud83d"}}', "half a surrogate pair"),
+    (r'{"name": "f", "arguments": {"a\udc00": 1}}', "half a surrogate pair"),
+    (r'{"name": "f\ud83d", "arguments": {}}', "half a surrogate pair"),
   ],
 )
 def test_a_broken_hermes_call_becomes_an_observation_that_says_so(body, problem):
@@ -120,6 +129,7 @@ SCHEMA = [
         "properties": {
           "s": {"type": "string"},
           "i": {"type": "integer"},
+          "n": {"type": "number"},
           "o": {"type": "object"},
           "m": {"type": ["string", "null"]},
           "u": {},
@@ -141,6 +151,8 @@ SCHEMA = [
     (glm("f", m="5"), [ToolCall("f", {"m": "5"})]),
     (glm("f", u="5", other="x y"), [ToolCall("f", {"u": 5, "other": "x y"})]),
     (glm("flat", s="[1]"), [ToolCall("flat", {"s": "[1]"})]),
+    (glm("bare", a="1e999", b="7e1000"), [ToolCall("bare", {"a": "1e999", "b": "7e1000"})]),  # a hash is no number
+    (glm("f", n="1e308", i=str(10**400)), [ToolCall("f", {"n": 1e308, "i": 10**400})]),  # integers have no bound
     (glm("bare", a=" 7 ", b='"q"', c="NaN"), [ToolCall("bare", {"a": 7, "b": "q", "c": "NaN"})]),
     (glm("unknown"), [ToolCall("unknown", {})]),
     ("<tool_call>unknown</tool_call>", [ToolCall("unknown", {})]),
@@ -169,6 +181,9 @@ def test_glm(text, items):
     ("<tool_call>f\n<arg_key>s</arg_key><arg_value>1</arg_value>x</tool_call>", "</tool_call> is missing behind"),
     (glm("f", i="five"), "the value of 'i' must be JSON of type integer"),
     (glm("f", i="true"), "the value of 'i' must be JSON of type integer"),
+    (glm("f", n="1e999"), "the value of 'n' must be JSON of type number"),
+    (glm("f", n="-Infinity"), "the value of 'n' must be JSON of type number"),
+    (glm("f", o='{"a": 1e999}'), "the value of 'o' must be JSON of type object"),
     (glm("f", o='{"a": 1, "a": 2}'), "the value of 'o' must be JSON of type object"),
     (glm("f", i="1").replace("</tool_call>", glm("f", i="2")[len("<tool_call>f\n") :]), "gives 'i' twice"),
   ],

@@ -26,7 +26,7 @@ MODEL_CHECKPOINT = "model.checkpoint"  # as a `tokenizer_folder` of an environme
 class YarnConfig:
   """YaRN (arXiv 2309.00071) and its kin: rotary frequencies stretched for contexts beyond those of pretraining."""
 
-  factor: Annotated[float, "[1, inf)"] = 1.0  # by which positions are stretched; 1: off
+  factor: Annotated[float, "[1, inf)"] = 1.0  # by which positions are stretched; 1: none are
   original_positions: PositiveInt = 32_768  # of pretraining
   beta_fast: PositiveFloat = 32.0  # frequencies that turn more often than this within those positions stay
   beta_slow: PositiveFloat = 1.0  # those that turn less often are divided by the factor; between, both are mixed
@@ -99,6 +99,12 @@ class ModelConfig:
   def is_latent(self) -> bool:
     """Attention reads compressed keys and values (MLA), in place of grouped ones."""
     return self.kv_lora_rank > 0
+
+  @property
+  def longest_context(self) -> int:
+    """Tokens that a context may have: `max_positions`, or more of them by YaRN."""
+    stretched = int(self.yarn.original_positions * self.yarn.factor) if self.yarn.factor > 1.0 else 0
+    return max(self.max_positions, stretched)
 
   @property
   def num_mlp_layers(self) -> int:

@@ -54,8 +54,7 @@ IDLE = (
   Idle(
     lambda config: config.model.yarn.factor == 1.0,
     "model.yarn.factor=1 stretches nothing",
-    _of("model.yarn", "original_positions", "beta_fast", "beta_slow", "attention_factor", "ramp", "truncate")
-    + _of("model.yarn", "mscale_all_dim"),
+    _of("model.yarn", "original_positions", "beta_fast", "beta_slow", "ramp", "truncate", "mscale_all_dim"),
   ),
   Idle(
     lambda config: config.model.yarn.ramp == "turns",

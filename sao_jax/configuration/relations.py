@@ -324,11 +324,13 @@ def _ratios(sampler: SamplerConfig) -> Iterator[ConfigError]:
 
 def _lengths(config: RunConfig) -> Iterator[ConfigError]:
   context, longest = config.sampler.context_length, max(config.rollout.row_lengths)
-  if context > config.model.max_positions:
+  if context > config.model.longest_context:
     yield ConfigError(
       "sampler.context_length",
-      f"{context} tokens, the model is meant for {config.model.max_positions}.",
-      "Lower sampler.context_length; model.max_positions may be raised for a model that knows such positions.",
+      f"{context} tokens, the model is meant for {config.model.longest_context}.",
+      "Lower sampler.context_length, or stretch the model by YaRN: model.yarn, in a folder's config.json rope_scaling. "
+      "A model that knows more positions than it says needs a larger model.max_positions, in a folder "
+      "max_position_embeddings of config.json.",
     )
   if longest < context:
     yield ConfigError(

@@ -77,7 +77,7 @@ class HFFolder:
 
   def beyond_trunk(self) -> list[str]:
     """Names the tensors that the family declares to be no part of the model, sorted."""
-    prefixes = self.family.beyond_trunk(self.fields)
+    prefixes = self.family.prefixes_beyond_trunk(self.fields)
     return sorted(name for name in self.tensors if name.startswith(prefixes))
 
   def _find_tensors(self) -> dict[str, StoredTensor]:

@@ -125,7 +125,7 @@ def check_tensors(folder: HFFolder, config: ModelConfig, specs: Specs) -> None:
   # Log the tensors that are neither read nor trained.
   if beyond:
     size = sum(folder.tensors[name].num_bytes for name in beyond) / 2**20
-    prefixes = ", ".join(f"{prefix}*" for prefix in folder.family.beyond_trunk(folder.fields))
+    prefixes = ", ".join(f"{prefix}*" for prefix in folder.family.prefixes_beyond_trunk(folder.fields))
     logging.info("Not part of the policy, kept for export: %d tensors %s (%.1f MiB).", len(beyond), prefixes, size)
 
 

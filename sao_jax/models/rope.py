@@ -72,13 +72,12 @@ def rope_table(
   positions: Int[Array, "B T"], rotary_dim: int, theta: float, yarn: YarnConfig = NO_YARN
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
   """cos and sin of position · `rope_frequencies`, fp32."""
-  frequencies = rope_frequencies(rotary_dim, theta, yarn)
+  frequencies, scale = rope_frequencies(rotary_dim, theta, yarn), yarn_attention_factor(yarn)
 
   def table(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    if yarn.factor == 1.0:
+    if scale == 1.0:
       return jnp.cos(angles), jnp.sin(angles)
-    scale = yarn_attention_factor(yarn)
     return scale * jnp.cos(angles), scale * jnp.sin(angles)
 
   batch, length = positions.shape

@@ -130,7 +130,7 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
       "no correction bias",
       "model.router=sigmoid",
     ),
-    ({"model.max_positions": 64}, "sampler.context_length", "meant for 64", "model.max_positions may be raised"),
+    ({"model.max_positions": 64}, "sampler.context_length", "meant for 64", "model.yarn"),
     ({"sampler.temperature": 0.0}, "sampler.temperature", "temperature 0", "above 0"),
     ({"sampler.top_p": 0.8}, "sampler.top_p", "top_p=0.8", "sampler.top_p=1"),
     ({"sampler.top_k": 40}, "sampler.top_k", "top_k=40", "sampler.top_k=0"),

@@ -88,7 +88,7 @@ GLM52 = GLM5 | {
 def test_published_folders(name, fields):
   config = from_hf_config(fields, ModelConfig(dtype="bfloat16"))
   assert config == PUBLISHED[name].model
-  assert glm_moe_dsa.FAMILY.beyond_trunk(fields) == ("model.layers.78.",)
+  assert glm_moe_dsa.FAMILY.prefixes_beyond_trunk(fields) == ("model.layers.78.",)
 
 
 def test_which_layers_of_glm_5_2_have_an_indexer():

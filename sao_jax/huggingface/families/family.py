@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from sao_jax.config import ModelConfig
-from sao_jax.huggingface.families.fields import Fields
+from sao_jax.huggingface.families.fields import Declared, Fields
 from sao_jax.parallel.params import Specs, path_name
 
 # The fields of ModelConfig that a folder decides. The others are choices of a run, which a folder knows nothing about;
@@ -101,18 +101,20 @@ class Family:
   Attributes:
     model_type: the family's name in config.json.
     architecture: the class of its causal language models, named in config.json.
+    defaults: the values of the fields that a config.json leaves out, as in the family's config class in transformers.
     read: takes the fields of a config.json, returns those of ModelConfig that differ from the defaults.
     write: the inverse of `read`, returns the fields of a config.json.
     tensors: a `Tensor` for each parameter. Those of layers are named from inside the layer on both sides: "moe/gate" is
       `matrix("mlp.experts.{expert}.gate_proj.weight")`.
     float32: parameters of layers that stay in fp32.
-    beyond_trunk: takes the fields of a config.json, returns the prefixes of the tensors that a folder may hold beside
-      the model (those of multi-token prediction); import leaves them alone, export keeps them.
+    beyond_trunk: takes the fields of a config.json, defaults filled in, returns the prefixes of the tensors that a
+      folder may hold beside the model (those of multi-token prediction); import leaves them alone, export keeps them.
     layers: takes a configuration and a parameter's full name, returns the layers of the model that it stacks.
   """
 
   model_type: str
   architecture: str
+  defaults: Mapping[str, Any]
   read: Callable[[Fields], dict[str, Any]]
   write: Callable[[ModelConfig], dict[str, Any]]
   tensors: Mapping[str, Tensor]
@@ -126,10 +128,21 @@ class Family:
     Raises:
       ConfigError: listing every field that is missing, unknown, or has a value that is not implemented.
     """
-    reader = Fields(fields)
+    reader = Fields(fields, self.defaults)
     shape = self.read(reader)
     reader.finish(self.model_type)
     return dataclasses.replace(model, **default_shape() | shape)
+
+  def declared_fields(self) -> dict[str, Declared]:
+    """Returns the declaration of every field of config.json that the family knows."""
+    reader = Fields({}, self.defaults)
+    self.read(reader)
+    reader.finish(self.model_type)
+    return reader.declared
+
+  def prefixes_beyond_trunk(self, fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the prefixes of the tensors that a folder with these fields may hold beside the model."""
+    return self.beyond_trunk({**self.defaults, **fields})
 
   def tensor_table(self, config: ModelConfig, specs: Specs) -> dict[str, Tensor]:
     """Returns a `Tensor` for each parameter of `specs`, by its full name.

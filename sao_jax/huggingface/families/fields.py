@@ -1,55 +1,118 @@
-"""Reading a config.json: every field is used, restricted to what is implemented, or known not to matter."""
+"""Reading a config.json: every field is used, restricted to what is implemented, or known not to matter.
+
+A field that a file leaves out has the default that the family's config class has in transformers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from sao_jax.config import YarnConfig
 from sao_jax.errors import ConfigError
+from sao_jax.huggingface.families.ignored_fields import IGNORED
 
-_REQUIRED = object()
+MISSING = object()  # as a default: there is none, the field is required
+_OF_THE_FAMILY = object()  # as a default: that of the family's table
+_REFUSED = object()  # as the meaning of null: it has none
 
-# Fields that do not change what a model computes from token ids, or that the import reads elsewhere.
-IRRELEVANT = (
-  *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "quantization_config", "use_cache"),
-  *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "_name_or_path", "_attn_implementation"),
-  *("output_router_logits", "router_aux_loss_coef", "output_attentions", "output_hidden_states", "return_dict"),
-)
+_LARGEST = {int: 2**31, float: 1e300}
+_KINDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string", tuple: "a list"}
+
+
+class Declared(NamedTuple):
+  """The declaration of a field by a family's reader.
+
+  Attributes:
+    kind: "taken": it decides something; "only": it is refused unless it has an implemented value; "irrelevant".
+    default: the meaning of a file without it; MISSING if it is required, or irrelevant.
+  """
+
+  kind: str
+  default: Any = MISSING
 
 
 class Fields:
   """The fields of a config.json, taken one by one; `finish` refuses those that nobody took.
 
   Problems are collected, so that one error lists all of them.
+
+  Attributes:
+    declared: a `Declared` for each name that was asked for so far.
   """
 
-  def __init__(self, values: Mapping[str, Any], prefix: str = ""):
-    self._values, self._prefix = values, prefix
+  def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, prefix: str = ""):
+    """Starts to read.
+
+    Args:
+      values: the content of the file, or of one of its objects.
+      defaults: the defaults of the family.
+      prefix: what stands before the names in messages, with its dot.
+    """
+    self._values, self._defaults, self._prefix = values, defaults or {}, prefix
     self._left = set(values)
     self._problems: list[str] = []
+    self.declared: dict[str, Declared] = {}
 
-  def __contains__(self, name: str) -> bool:
-    return self._values.get(name) is not None
+  def take(
+    self,
+    name: str,
+    default: Any = _OF_THE_FAMILY,
+    *,
+    kind: type | None = None,
+    null: Any = _REFUSED,
+    least: int | None = None,
+    aliases: tuple[str, ...] = (),
+  ) -> Any:
+    """Returns the field's value, a list as a tuple, a whole number as a float where the default is one.
 
-  def take(self, name: str, default: Any = _REQUIRED) -> Any:
-    """Returns the field's value, or `default` where it is absent or null; without a default it is required."""
-    self._left.discard(name)
-    value = self._values.get(name)
-    if value is None and default is _REQUIRED:
-      self._problems.append(f"{self._prefix}{name} is missing")
-      return 1  # lets the reader go on and find more problems; finish() raises
-    return default if value is None else value
+    A value of another kind, or out of bounds, is refused by name.
+
+    Args:
+      name: of the field.
+      default: its value where the file does not have it; left out: that of the family's table.
+      kind: int, float, bool, str or tuple; None: that of the default.
+      null: the meaning of null. Without it null is refused, unless the default is None or an empty list.
+      least: bound of a number; None: 1 for whole ones; a float must be positive.
+      aliases: other names for the field; where several are given the last one counts, as in transformers.
+    """
+    default = self._defaults.get(name, MISSING) if default is _OF_THE_FAMILY else default
+    for spelling in (name, *aliases):
+      self._declare(spelling, Declared("taken", default))
+    given = [spelling for spelling in (name, *aliases) if spelling in self._values]
+    if not given:
+      if default is MISSING:
+        self._problems.append(f"{self._prefix}{name} is missing")
+      return _placeholder(kind) if default is MISSING else default
+
+    # Null, where it means something.
+    value = self._values[given[-1]]
+    if value is None and (null is not _REFUSED or default is None or default == ()):
+      return default if null is _REFUSED else null
+
+    # A value of the right kind.
+    kind = kind or (str if default is MISSING else type(default))
+    problem = _problem(value, kind, least)
+    if problem:
+      self._problems.append(f"{self._prefix}{given[-1]} = {value!r} is not {problem}")
+      return _placeholder(kind) if default in (MISSING, None) else default
+    return kind(value)
 
   def only(self, name: str, *implemented: Any) -> None:
-    """Refuses all values of the field but these; a field that is absent or null means the first one."""
-    value = self.take(name, implemented[0])
-    if value not in implemented:
+    """Refuses all values of the field but these; a field that is absent means the default, or else the first one."""
+    default = self._defaults.get(name, implemented[0])
+    self._declare(name, Declared("only", default))
+    value = self._values.get(name, default)
+    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in implemented):
       self.refuse(name, value)
+
+  def holds(self, name: str, kind: type) -> bool:
+    """True if the field is there with a value of this kind; for those that have two forms."""
+    return isinstance(self._values.get(name), kind)
 
   def irrelevant(self, *names: str) -> None:
     """Accepts these fields with any value: they do not matter here."""
-    self._left.difference_update(names)
+    for name in names:
+      self._declare(name, Declared("irrelevant"))
 
   def refuse(self, name: str, value: Any) -> None:
     """Notes that this value of the field is not implemented."""
@@ -57,8 +120,8 @@ class Fields:
 
   def finish(self, model_type: str) -> None:
     """Raises ConfigError, listing all fields that are missing, unknown or not implemented."""
-    self.irrelevant(*IRRELEVANT)
-    problems = self._problems + [f"{self._prefix}{name} is not known" for name in sorted(self._left)]
+    self.irrelevant(*IGNORED)
+    problems = self._problems + self._unknown()
     if problems:
       raise ConfigError(
         f"config.json of {model_type}",
@@ -67,67 +130,42 @@ class Fields:
       )
 
   def section(self, name: str) -> Fields:
-    """Returns the fields inside a field; hand them to `close` when they are read."""
-    return Fields(self.take(name), f"{self._prefix}{name}.")
+    """Returns the fields inside a field, none where it is absent or null; `close` it when they are read."""
+    self._declare(name, Declared("taken", None))
+    value = self._values.get(name)
+    if value is not None and not isinstance(value, Mapping):
+      self._problems.append(f"{self._prefix}{name} = {value!r} is not an object")
+    return Fields(value if isinstance(value, Mapping) else {}, prefix=f"{self._prefix}{name}.")
 
   def close(self, section: Fields) -> None:
     """Takes over the problems of a section, and the fields that nobody took there."""
-    self._problems += section._problems + [f"{section._prefix}{left} is not known" for left in sorted(section._left)]
+    self._problems += section._problems + section._unknown()
+
+  def __len__(self) -> int:
+    return len(self._values)
+
+  def _declare(self, name: str, declared: Declared) -> None:
+    self._left.discard(name)
+    if name not in self.declared or declared.kind != "irrelevant":
+      self.declared[name] = declared
+
+  def _unknown(self) -> list[str]:
+    return [f"{self._prefix}{name} is not known" for name in sorted(self._left)]
 
 
-def read_rope(fields: Fields, *, rotary_fraction: float = 1.0, yarn: bool = False) -> dict[str, Any]:
-  """Reads rope_theta, rotary_fraction and yarn, in the form of transformers 5 (rope_parameters) or the older one.
-
-  Args:
-    fields: the fields of a config.json.
-    rotary_fraction: the default of partial_rotary_factor.
-    yarn: True if the family may be stretched by YaRN; any other scaling is refused.
-  """
-  # Both forms, as `rope` (theta and fraction) and `scaling` (its kind and numbers).
-  if "rope_parameters" in fields:
-    rope = scaling = fields.section("rope_parameters")
-    fields.only("rope_scaling", None)
-  else:
-    rope, scaling = fields, fields.section("rope_scaling") if "rope_scaling" in fields else None
-    fields.irrelevant("rope_scaling")  # null
-
-  # Where both forms give a value, transformers takes that of rope_parameters.
-  theta, fraction = fields.take("rope_theta", None), fields.take("partial_rotary_factor", rotary_fraction)
-  if rope is not fields:
-    theta, fraction = rope.take("rope_theta", theta), rope.take("partial_rotary_factor", fraction)
-  if theta is None:
-    theta = fields.take("rope_theta")  # notes that it is missing
-  read = {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
-
-  # YaRN where the family has it; of all other kinds only "default", which scales nothing.
-  if scaling is not None:
-    kind = scaling.take("rope_type", None) or scaling.take("type", "default")
-    scaling.irrelevant("type")
-    if kind == "yarn" and yarn:
-      read["yarn"] = YarnConfig(
-        factor=float(scaling.take("factor")),
-        original_positions=scaling.take("original_max_position_embeddings"),
-        beta_fast=float(scaling.take("beta_fast", 32.0)),
-        beta_slow=float(scaling.take("beta_slow", 1.0)),
-        attention_factor=float(scaling.take("attention_factor", 0.0)),
-        truncate=scaling.take("truncate", True),
-      )
-    elif kind != "default":
-      scaling.refuse("rope_type", kind)
-    fields.close(scaling)
-  return read
+def _problem(value: Any, kind: type, least: int | None) -> str:
+  """Says what the value is not; empty if it is of this kind and within its bounds."""
+  if kind in (int, float):
+    number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not number or not abs(value) < _LARGEST[kind]:  # false for NaN, too
+      return _KINDS[kind]
+    if kind is float and least is None:
+      return "" if value > 0 else "above 0"
+    least = 1 if least is None else least
+    return "" if value >= least else f"at least {least}"
+  return "" if isinstance(value, list if kind is tuple else kind) else _KINDS[kind]
 
 
-def write_yarn(yarn: YarnConfig) -> dict[str, Any] | None:
-  """Returns the value of rope_scaling; None where nothing is stretched."""
-  if yarn.factor == 1.0:
-    return None
-  written = {
-    "rope_type": "yarn",
-    "factor": yarn.factor,
-    "original_max_position_embeddings": yarn.original_positions,
-    "beta_fast": yarn.beta_fast,
-    "beta_slow": yarn.beta_slow,
-    "truncate": yarn.truncate,
-  }
-  return written | ({"attention_factor": yarn.attention_factor} if yarn.attention_factor else {})
+def _placeholder(kind: type | None) -> Any:
+  """A value that lets the reader go on and find more problems; `finish` raises."""
+  return kind(1) if kind in (int, float, bool) else "" if kind is str else () if kind is tuple else 1

@@ -12,7 +12,8 @@ from typing import Any
 from sao_jax.config import ModelConfig
 from sao_jax.huggingface.families import glm4_moe, qwen3, qwen3_moe
 from sao_jax.huggingface.families.family import Family, matrix, stacked_layers, vector
-from sao_jax.huggingface.families.fields import Fields, read_rope
+from sao_jax.huggingface.families.fields import Fields
+from sao_jax.huggingface.families.rotary_fields import read_rope
 from sao_jax.models.attention.sparse import is_full
 
 # config.json -> ModelConfig, with the same value.
@@ -21,6 +22,40 @@ SAME = {
   "index_topk": "index_topk",
   "index_n_heads": "index_num_heads",
   "index_head_dim": "index_head_dim",
+}
+DEFAULTS = qwen3.COMMON | {
+  "vocab_size": 154_880,
+  "hidden_size": 6144,
+  "intermediate_size": 12_288,
+  "num_hidden_layers": 78,
+  "num_attention_heads": 64,
+  "num_key_value_heads": 64,
+  "head_dim": 64,
+  "max_position_embeddings": 202_752,
+  "rms_norm_eps": 1e-5,
+  "attention_bias": False,
+  "mlp_bias": False,
+  "kv_lora_rank": 512,
+  "q_lora_rank": 2048,
+  "qk_nope_head_dim": 192,
+  "qk_rope_head_dim": 64,
+  "v_head_dim": 256,
+  "index_topk": 2048,
+  "index_n_heads": 32,
+  "index_head_dim": 128,
+  "moe_intermediate_size": 2048,
+  "num_experts_per_tok": 8,
+  "n_routed_experts": 256,
+  "n_shared_experts": 1,
+  "routed_scaling_factor": 2.5,
+  "n_group": 1,
+  "topk_group": 1,
+  "first_k_dense_replace": 3,
+  "norm_topk_prob": True,
+  "num_mtp_layers": 1,
+  "layer_types": (),
+  "mlp_layer_types": (),
+  "indexer_types": (),
 }
 LATENT = {
   "attention/q_a": matrix("self_attn.q_a_proj.weight"),
@@ -51,24 +86,23 @@ def read(fields: Fields) -> dict[str, Any]:
   fields.only("moe_router_dtype", "float32")
 
   # Settings of training and of multi-token prediction, and the sum of two other fields.
-  fields.irrelevant("ep_size", "pretraining_tp", "qk_head_dim")
-  fields.irrelevant("num_nextn_predict_layers", "index_share_for_mtp_iteration")
+  glm4_moe.read_prediction_layers(fields)
+  fields.irrelevant("ep_size", "pretraining_tp", "qk_head_dim", "index_share_for_mtp_iteration")
 
-  # The fields with a counterpart in ModelConfig; latent attention needs its ranks and the indexer.
-  shape = qwen3.read_common(fields) | read_rope(fields) | glm4_moe.read_experts(fields)
+  # The fields with a counterpart in ModelConfig.
+  shape = qwen3.read_common(fields)
+  num_layers = shape["num_layers"]
+  shape |= read_rope(fields)
+  shape |= glm4_moe.read_experts(fields, num_layers, aliases=("num_experts", "num_local_experts"))
   shape |= {ours: fields.take(theirs) for theirs, ours in SAME.items()}
-  for name in ("kv_lora_rank", "q_lora_rank", "index_topk"):
-    if shape[name] < 1:
-      fields.refuse(name, shape[name])
   if shape["num_kv_heads"] != shape["num_heads"]:
     fields.refuse("num_key_value_heads", shape["num_kv_heads"])
 
   # Lists with an entry per layer: of attention and feed-forward only the arrangements that the model has.
-  num_layers = shape["num_layers"]
-  kinds = fields.take("layer_types", ())
-  if set(kinds) - {"indexed_attention", "deepseek_sparse_attention"}:
-    fields.refuse("layer_types", kinds)
-  feed_forward = list(fields.take("mlp_layer_types", ()))
+  kinds = fields.take("layer_types")
+  if kinds and (set(kinds) - {"indexed_attention", "deepseek_sparse_attention"} or len(kinds) != num_layers):
+    fields.refuse("layer_types", list(kinds))
+  feed_forward = list(fields.take("mlp_layer_types"))
   if feed_forward:
     shape["num_dense_layers"] = dense = feed_forward.count("dense")
     if feed_forward != ["dense"] * dense + ["sparse"] * (num_layers - dense):
@@ -84,14 +118,21 @@ def read_indexer_types(fields: Fields, num_layers: int) -> tuple[str, ...]:
 
   A folder lists the kinds (indexer_types), spells them as letters, or gives a rhythm; the first of these counts.
   """
-  pattern, rhythm = fields.take("index_topk_pattern", ()), max(fields.take("index_topk_freq", 1), 1)
-  offset = fields.take("index_skip_topk_offset", 2)
-  spelt = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
-  regular = ["shared" if max(i - offset + 1, 0) % rhythm else "full" for i in range(num_layers)]
-  types = tuple(fields.take("indexer_types", spelt or regular))
+  pattern = read_pattern(fields)
+  rhythm, offset = max(fields.take("index_topk_freq", 1, least=0), 1), fields.take("index_skip_topk_offset", 2, least=0)
+  regular = ("shared" if max(i - offset + 1, 0) % rhythm else "full" for i in range(num_layers))
+  types = fields.take("indexer_types") or pattern or tuple(regular)
   if len(types) != num_layers or set(types) - {"full", "shared"} or types[0] != "full":
-    fields.refuse("indexer_types", types)
+    fields.refuse("indexer_types", list(types))
   return types if "shared" in types else ()
+
+
+def read_pattern(fields: Fields) -> tuple[str, ...]:
+  """Reads index_topk_pattern: kinds of layers as a list, or as letters, "FSSF"."""
+  spelling = {"F": "full", "S": "shared"}
+  if fields.holds("index_topk_pattern", str):
+    return tuple(spelling.get(letter, letter) for letter in fields.take("index_topk_pattern", ""))
+  return fields.take("index_topk_pattern", ())
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -118,6 +159,7 @@ def layers(config: ModelConfig, name: str) -> tuple[int, ...]:
 FAMILY = Family(
   model_type="glm_moe_dsa",
   architecture="GlmMoeDsaForCausalLM",
+  defaults=DEFAULTS,
   read=read,
   write=write,
   tensors=qwen3.EMBEDDINGS | qwen3.NORMS | qwen3.DENSE | qwen3_moe.EXPERTS | glm4_moe.ROUTED | LATENT | INDEXER,

@@ -6,22 +6,44 @@ from typing import Any
 
 from sao_jax.config import ModelConfig
 from sao_jax.huggingface.families.family import Family, matrix, unchanged, vector
-from sao_jax.huggingface.families.fields import Fields, read_rope, write_yarn
+from sao_jax.huggingface.families.fields import Fields
+from sao_jax.huggingface.families.rotary_fields import read_rope, write_rope
 
-# config.json -> ModelConfig, with the same value.
+# config.json -> ModelConfig, with the same value; so in all our families.
 SAME = {
   "vocab_size": "vocab_size",
   "hidden_size": "d_model",
   "intermediate_size": "d_ff",
   "num_hidden_layers": "num_layers",
   "num_attention_heads": "num_heads",
-  "num_key_value_heads": "num_kv_heads",
-  "head_dim": "head_dim",
   "max_position_embeddings": "max_positions",
   "rms_norm_eps": "rms_norm_eps",
+  "initializer_range": "initializer_range",
+  "tie_word_embeddings": "tie_embeddings",
 }
-# The same, for fields that a folder may leave out: config.json -> (ModelConfig, default).
-DEFAULTS = {"initializer_range": ("initializer_range", 0.02), "tie_word_embeddings": ("tie_embeddings", False)}
+# The defaults that our families share.
+COMMON = {
+  "hidden_act": "silu",
+  "attention_dropout": 0.0,
+  "initializer_range": 0.02,
+  "tie_word_embeddings": False,
+}
+DEFAULTS = COMMON | {
+  "vocab_size": 151_936,
+  "hidden_size": 4096,
+  "intermediate_size": 22_016,
+  "num_hidden_layers": 32,
+  "num_attention_heads": 32,
+  "num_key_value_heads": 32,
+  "head_dim": 128,
+  "max_position_embeddings": 32_768,
+  "rms_norm_eps": 1e-6,
+  "attention_bias": False,
+  "use_sliding_window": False,
+  "sliding_window": 4096,
+  "max_window_layers": 28,
+  "layer_types": (),
+}
 
 EMBEDDINGS = {
   "embed": unchanged("model.embed_tokens.weight"),
@@ -47,33 +69,39 @@ DENSE = {
 def read_common(fields: Fields) -> dict[str, Any]:
   """Reads the fields that all our families share."""
   fields.only("hidden_act", "silu")
-  fields.only("attention_dropout", 0, 0.0)
-  same = {ours: fields.take(theirs) for theirs, ours in SAME.items()}
-  return same | {ours: fields.take(theirs, default) for theirs, (ours, default) in DEFAULTS.items()}
+  fields.only("attention_dropout", 0.0)
+  shape = {ours: fields.take(theirs) for theirs, ours in SAME.items()}
+
+  # Null, and no default, mean what follows from the heads.
+  derived = shape["d_model"] // shape["num_heads"]
+  heads = fields.take("num_key_value_heads", kind=int, null=None) or shape["num_heads"]
+  return shape | {"num_kv_heads": heads, "head_dim": fields.take("head_dim", kind=int) or derived}
 
 
-def read_full_attention(fields: Fields) -> None:
-  """Refuses sliding windows; the sizes of windows that are not used do not matter."""
-  fields.only("use_sliding_window", False)
-  fields.irrelevant("sliding_window", "max_window_layers")
-  kinds = fields.take("layer_types", ())
-  if set(kinds) - {"full_attention"}:
-    fields.refuse("layer_types", kinds)
+def read_full_attention(fields: Fields, num_layers: int) -> None:
+  """Refuses layers with sliding windows; the sizes of windows that no layer uses do not matter."""
+  used, window = fields.take("use_sliding_window"), fields.take("sliding_window", null=None, least=0)
+  first = fields.take("max_window_layers", least=0)
+  kinds = fields.take("layer_types")
+  if kinds and kinds != ("full_attention",) * num_layers:
+    fields.refuse("layer_types", list(kinds))
+  if not kinds and used and window is not None and first < num_layers:
+    fields.refuse("use_sliding_window", used)
 
 
 def write_common(config: ModelConfig) -> dict[str, Any]:
-  """Writes the fields of `read_common`, and rope_theta and rope_scaling."""
+  """Writes the fields of `read_common` and of `read_rope`."""
   written = {theirs: getattr(config, ours) for theirs, ours in SAME.items()}
-  written |= {theirs: getattr(config, ours) for theirs, (ours, _) in DEFAULTS.items()}
-  rope = {"rope_theta": config.rope_theta, "rope_scaling": write_yarn(config.yarn)}
-  return written | rope | {"hidden_act": "silu", "attention_dropout": 0.0}
+  written |= {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
+  return written | write_rope(config) | {"hidden_act": "silu", "attention_dropout": 0.0}
 
 
 def read(fields: Fields) -> dict[str, Any]:
   """Reads the shape of a dense Qwen3."""
   fields.only("attention_bias", False)
-  read_full_attention(fields)
-  return read_common(fields) | read_rope(fields, yarn=True) | {"num_experts": 0, "qk_norm": True}
+  shape = read_common(fields)
+  read_full_attention(fields, shape["num_layers"])
+  return shape | read_rope(fields, yarn=True) | {"num_experts": 0, "qk_norm": True}
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -84,6 +112,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
   model_type="qwen3",
   architecture="Qwen3ForCausalLM",
+  defaults=DEFAULTS,
   read=read,
   write=write,
   tensors=EMBEDDINGS | NORMS | ATTENTION | DENSE,

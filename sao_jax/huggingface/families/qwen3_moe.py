@@ -7,7 +7,30 @@ from typing import Any
 from sao_jax.config import ModelConfig
 from sao_jax.huggingface.families import qwen3
 from sao_jax.huggingface.families.family import Family, matrix
-from sao_jax.huggingface.families.fields import Fields, read_rope
+from sao_jax.huggingface.families.fields import Fields
+from sao_jax.huggingface.families.rotary_fields import read_rope
+
+DEFAULTS = qwen3.COMMON | {
+  "vocab_size": 151_936,
+  "hidden_size": 2048,
+  "intermediate_size": 6144,
+  "num_hidden_layers": 24,
+  "num_attention_heads": 32,
+  "num_key_value_heads": 4,
+  "head_dim": None,
+  "max_position_embeddings": 32_768,
+  "rms_norm_eps": 1e-6,
+  "attention_bias": False,
+  "use_sliding_window": False,
+  "sliding_window": 4096,
+  "layer_types": (),
+  "decoder_sparse_step": 1,
+  "moe_intermediate_size": 768,
+  "num_experts_per_tok": 8,
+  "num_experts": 128,
+  "norm_topk_prob": False,
+  "mlp_only_layers": (),
+}
 
 EXPERTS = {
   "moe/router": matrix("mlp.gate.weight"),
@@ -20,31 +43,42 @@ EXPERTS = {
 def read(fields: Fields) -> dict[str, Any]:
   """Reads the shape of a Qwen3-MoE."""
   fields.only("attention_bias", False)
-  fields.only("decoder_sparse_step", 1)
-  qwen3.read_full_attention(fields)
+  shape = qwen3.read_common(fields)
 
-  # transformers 5 writes num_local_experts for what was num_experts.
-  num_experts = fields.take("num_experts" if "num_experts" in fields else "num_local_experts")
-  if num_experts < 1:
-    fields.refuse("num_experts", num_experts)
-
-  # Dense layers, if any, must be the first ones.
-  dense = list(fields.take("mlp_only_layers", ()))
-  if dense != list(range(len(dense))):
-    fields.refuse("mlp_only_layers", dense)
+  # A window holds in all layers: there are no kinds of them.
+  fields.irrelevant("max_window_layers")
+  used, window, kinds = (
+    fields.take("use_sliding_window"),
+    fields.take("sliding_window", null=None, least=0),
+    fields.take("layer_types"),
+  )
+  if used and window is not None:
+    fields.refuse("use_sliding_window", used)
+  if set(kinds) - {"full_attention"}:
+    fields.refuse("layer_types", list(kinds))
 
   return (
-    qwen3.read_common(fields)
+    shape
     | read_rope(fields, yarn=True)
     | {
-      "num_experts": num_experts,
+      "num_experts": fields.take("num_experts", aliases=("num_local_experts",)),  # as transformers 5 writes it
       "num_experts_per_token": fields.take("num_experts_per_tok"),
       "d_ff_expert": fields.take("moe_intermediate_size"),
-      "renormalize_router": fields.take("norm_topk_prob", False),
-      "num_dense_layers": len(dense),
+      "renormalize_router": fields.take("norm_topk_prob"),
+      "num_dense_layers": read_dense_layers(fields, shape["num_layers"]),
       "qk_norm": True,
     }
   )
+
+
+def read_dense_layers(fields: Fields, num_layers: int) -> int:
+  """Returns the number of layers without experts, which must be the first ones."""
+  step, listed = fields.take("decoder_sparse_step"), fields.take("mlp_only_layers")
+  dense = [layer for layer in range(num_layers) if layer in listed or (layer + 1) % step]
+  if dense != list(range(len(dense))):
+    name, value = ("mlp_only_layers", list(listed)) if step == 1 else ("decoder_sparse_step", step)
+    fields.refuse(name, value)
+  return len(dense)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -62,6 +96,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
   model_type="qwen3_moe",
   architecture="Qwen3MoeForCausalLM",
+  defaults=DEFAULTS,
   read=read,
   write=write,
   tensors=qwen3.FAMILY.tensors | EXPERTS,

@@ -89,7 +89,7 @@ def test_blocks_of_queries_and_stairs_change_nothing(monkeypatch):
     monkeypatch.setattr(room, "BLOCK_BYTES", 1)
   monkeypatch.setattr(packed_latent, "STAIR_QUERIES", 10)
   traced = jax.jit(lambda *x: packed_choice(*x, TOPK, ONE_DEVICE)).trace(index, segments)
-  assert "f32[2,8,10]" in str(traced.jaxpr)  # scores against the keys before the first stair's end
+  assert "f32[6,8,10]" in str(traced.jaxpr)  # scores of both stairs, against 3 stretches of 10 keys in place of 4
   again = jax.jit(jax.value_and_grad(lambda *x: selected_loss(*x), argnums=(0, 1)))(queries, latents, selection)
   np.testing.assert_array_equal(traced.lower().compile()(index, segments), selection)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), again, expected)

@@ -14,11 +14,11 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from sao_jax.models.attention.selected import selected_attention
 from sao_jax.models.attention.shards import gather_sequence
-from sao_jax.models.attention.sparse import Index, choose_positions
+from sao_jax.models.attention.sparse import Index, choose_in_pair, choose_positions
 from sao_jax.parallel.layout import Layout
 
 STAIRS = 8  # parts of a row that are scored against the keys before their end: 9/16 of all products in place of 1/2
-STAIR_QUERIES = 64  # shorter ones are not worth a program of their own
+STAIR_QUERIES = 64  # shorter ones are not worth a round of their own
 
 
 def packed_choice(
@@ -48,50 +48,70 @@ def _choose(
   first = jax.lax.axis_index(axes) * length if shards > 1 else 0
   rows = jnp.broadcast_to(first + jnp.arange(length, dtype=jnp.int32), segments.shape)
   all_keys, all_segments = gather_sequence(keys, layout), gather_sequence(segments, layout)
+  all_rows = jnp.broadcast_to(jnp.arange(all_keys.shape[1], dtype=jnp.int32), all_segments.shape)
+
+  # Where stairs cannot be shared out, all queries are scored against the whole row.
+  stairs = _stairs(length, shards)
+  if not stairs:
+    readable = functools.partial(_causal, all_segments, all_rows)
+    return choose_positions(queries, weights, [all_keys], readable, num_selected, segments, rows)
 
   # The row in stairs: each device has the same share of every stair, since late queries have more to read than early
-  # ones. Where a stair cannot be shared out, all queries are scored against the whole row.
-  stairs = _stairs(length, shards)
-  parts = [(queries, weights, segments, rows)]
-  if stairs:
-    parts = zip(*(_share_out(x, stairs, axes, shards) for x in parts[0]), strict=True)
+  # ones. A stair is scored against the keys before its end only, the first with the last, and so on.
+  shares = [_in_pairs(_share_out(x, stairs, axes, shards)) for x in (queries, weights, segments, rows)]
 
-  # A stair is scored against the keys before its end only.
-  chosen = []
-  for queries, weights, segments, rows in parts:
-    end = (len(chosen) + 1) * (length // stairs) if stairs else all_keys.shape[1]
-    readable = functools.partial(_causal, all_segments[:, :end])
-    chosen.append(choose_positions(queries, weights, [all_keys[:, :end]], readable, num_selected, segments, rows))
-  return _take_back(chosen, stairs, axes, shards) if stairs else chosen[0]
+  def choose(_: None, pair: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+    low, queries, weights, *of_queries = pair
+    of_keys, number = (all_segments, all_rows), stairs * shards
+    return None, choose_in_pair(
+      queries, weights, all_keys, _causal, num_selected, number, low, of_keys=of_keys, of_queries=of_queries
+    )
+
+  _, chosen = jax.lax.scan(choose, None, (jnp.arange(stairs * shards // 2, dtype=jnp.int32), *shares))
+  return _take_back(_out_of_pairs(chosen), stairs, axes, shards)
 
 
 def _stairs(length: int, shards: int) -> int:
-  """The number of stairs that the tokens of one device make up, 0 where no stair can be shared out evenly."""
+  """The number of stairs that the tokens of one device make up; 0 where no even number can be shared out evenly."""
   most = max(min(STAIRS // shards, length // STAIR_QUERIES), 1)
-  return next((count for count in range(most, 0, -1) if length % (count * shards) == 0), 0)
+  can_be = lambda count: length % (count * shards) == 0 and count * shards % 2 == 0
+  return next(filter(can_be, range(most, 0, -1)), 0)
 
 
-def _share_out(x: Shaped[Array, "B t ..."], stairs: int, axes: tuple[str, ...], shards: int) -> list[jax.Array]:
+def _share_out(
+  x: Shaped[Array, "B t ..."], stairs: int, axes: tuple[str, ...], shards: int
+) -> Shaped[Array, "B n s ..."]:
   """This device's part of every stair of the row, in the order of the row."""
   x = x.reshape(x.shape[0], stairs, shards, -1, *x.shape[2:])
   x = jax.lax.all_to_all(x, axes, 2, 1) if shards > 1 else x.swapaxes(1, 2)
-  return [x[:, shard, stair] for shard in range(shards) for stair in range(stairs)]
+  return x.reshape(x.shape[0], shards * stairs, *x.shape[3:])
 
 
-def _take_back(parts: list[jax.Array], stairs: int, axes: tuple[str, ...], shards: int) -> Shaped[Array, "B t ..."]:
+def _take_back(
+  x: Shaped[Array, "B n s ..."], stairs: int, axes: tuple[str, ...], shards: int
+) -> Shaped[Array, "B t ..."]:
   """The results for the tokens of this device, from those for its part of every stair."""
-  x = jnp.stack(parts, axis=1)
   x = x.reshape(x.shape[0], shards, stairs, *x.shape[2:])
   x = jax.lax.all_to_all(x, axes, 1, 2) if shards > 1 else x.swapaxes(1, 2)
   return x.reshape(x.shape[0], -1, *x.shape[4:])
 
 
+def _in_pairs(x: Shaped[Array, "B n s ..."]) -> Shaped[Array, "pairs B s 2 ..."]:
+  """The first stair with the last one, the second with the last but one, and so on."""
+  half = x.shape[1] // 2
+  return jnp.moveaxis(jnp.stack([x[:, :half], x[:, : -half - 1 : -1]], axis=3), 1, 0)
+
+
+def _out_of_pairs(x: Shaped[Array, "pairs B s 2 ..."]) -> Shaped[Array, "B n s ..."]:
+  """Undoes `_in_pairs`."""
+  return jnp.moveaxis(jnp.concatenate([x[:, :, :, 0], x[::-1, :, :, 1]]), 0, 1)
+
+
 def _causal(
-  key_segments: Int[Array, "B S"], segments: Int[Array, "B Q"], rows: Int[Array, "B Q"]
+  key_segments: Int[Array, "B S"], key_rows: Int[Array, "B S"], segments: Int[Array, "B Q"], rows: Int[Array, "B Q"]
 ) -> Bool[Array, "B Q S"]:
   """True where a query may read: a key of its segment, not after it in the row."""
-  index = jnp.arange(key_segments.shape[1], dtype=jnp.int32)
-  return (segments[:, :, None] == key_segments[:, None]) & (rows[:, :, None] >= index)
+  return (segments[:, :, None] == key_segments[:, None]) & (rows[:, :, None] >= key_rows[:, None])
 
 
 def packed_selected_attention(

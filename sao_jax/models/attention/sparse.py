@@ -17,7 +17,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention.selected import block_width, map_blocks
-from sao_jax.models.attention.top_positions import top_positions
+from sao_jax.models.attention.top_positions import (
+  count_at_least,
+  first_of,
+  kth_by_counting,
+  pack_chosen,
+  readable_keys,
+  top_positions,
+  whole_tiles,
+)
 from sao_jax.models.linear import layer_norm, linear
 from sao_jax.models.rope import apply_interleaved_rope
 from sao_jax.parallel.layout import ONE_DEVICE, Layout
@@ -25,7 +33,7 @@ from sao_jax.parallel.params import Params, ParamSpec, Specs
 
 INDEXER = ("q", "k", "k_norm", "k_norm_bias", "weights")
 INDEXER_NORM_EPS = 1e-6
-BLOCK_BYTES = 16 * 2**20  # of the scores of one block of queries
+BLOCK_BYTES = 20 * 2**20  # of the scores of one block of queries
 
 
 class Index(NamedTuple):
@@ -134,3 +142,75 @@ def choose_positions(
 
   per_query = 4 * queries.shape[0] * sum(stretch.shape[1] for stretch in keys)
   return map_blocks(block, block_width(BLOCK_BYTES // per_query), queries, weights, *arrays)
+
+
+@jax.named_scope("choose")
+def choose_in_pair(
+  queries: Float[Array, "B t 2 I i"],
+  weights: Float[Array, "B t 2 I"],
+  keys: Float[Array, "B S i"],
+  readable: Callable[..., Bool[Array, "B Q w"]],
+  num_selected: int,
+  stairs: int,
+  low: Int[Array, ""],
+  of_keys: Sequence[Int[Array, "B S"]],
+  of_queries: Sequence[Int[Array, "B t 2"]],
+) -> Int[Array, "B t 2 k"]:
+  """As `choose_positions`, for the queries of two stairs of a row, each of which reads no keys behind its end.
+
+  Of n stairs these are number `low` and number n - 1 - `low`: they read the first `low` + 1 and n - `low` stretches of
+  keys, together n + 1, whichever they are. So one program does for all stairs: its arrays hold the stretches of both.
+
+  Args:
+    queries: see `Index`; those of the lower stair and those of the other.
+    weights: see `Index`.
+    keys: of all positions, in `stairs` equal stretches.
+    readable: (*stretches of `of_keys`, *blocks of `of_queries`) -> the keys that queries may read.
+    num_selected: k.
+    stairs: n.
+    low: the number of the lower stair.
+    of_keys: what `readable` needs to know of every key.
+    of_queries: what it needs to know of every query.
+  """
+  batch, num_keys = keys.shape[:2]
+  width = num_keys // stairs
+
+  # The stair and the stretch of keys of each of n + 1 places.
+  place = jnp.arange(stairs + 1, dtype=jnp.int32)
+  is_upper = place > low
+  stretch = jnp.where(is_upper, place - low - 1, place)
+  read = lambda x: x.reshape(batch, stairs, width, *x.shape[2:])[:, stretch].reshape(-1, width, *x.shape[2:])
+  keys, of_keys = read(keys), [read(x) for x in of_keys]
+
+  def of_place(lower: jax.Array, upper: jax.Array) -> jax.Array:  # [B, ...] of either stair -> [B, places, ...]
+    return jnp.where(is_upper.reshape(-1, *[1] * (lower.ndim - 1)), upper[:, None], lower[:, None])
+
+  def of_stairs(x: jax.Array) -> jax.Array:  # [B, places, ...] -> [2, B, stretches, ...], 0 where a stair reads none
+    lower = jnp.where(is_upper.reshape(-1, *[1] * (x.ndim - 2)), 0, x)[:, :stairs]
+    upper = jnp.pad(x, [(0, 0), (0, stairs // 2)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.stack([lower, jax.lax.dynamic_slice_in_dim(upper, low + 1, stairs, 1)])
+
+  def block(*blocks: jax.Array) -> jax.Array:
+    flat = (of_place(x[:, :, 0], x[:, :, 1]) for x in blocks)
+    queries, weights, *own = (x.reshape(-1, *x.shape[2:]) for x in flat)
+    scores = index_scores(queries, weights, keys)
+    kept = readable_keys(scores, readable(*of_keys, *own)).reshape(batch, stairs + 1, -1, width)
+
+    # The threshold of every query, by counting in the stretches of its stair.
+    def count(bounds: jax.Array) -> jax.Array:
+      found = count_at_least(kept, of_place(*bounds))
+      upper = jnp.sum(jnp.where(is_upper[:, None, None], found, 0), axis=1)
+      return jnp.stack([jnp.sum(found, axis=1) - upper, upper])
+
+    threshold = kth_by_counting(count, (2, *blocks[0].shape[:2]), num_selected)
+    above, tied = (of_stairs(bits) for bits in pack_chosen(kept, of_place(*threshold)))
+    in_order = lambda bits: jnp.moveaxis(bits, 3, 2).reshape(*threshold.shape, -1, bits.shape[-1])
+    chosen = first_of(in_order(above), in_order(tied), num_selected)
+
+    # Positions count through whole tiles of every stretch.
+    _, padded = whole_tiles(width)
+    chosen = chosen - jnp.where(chosen >= 0, chosen // padded * (padded - width), 0)
+    return jnp.moveaxis(chosen, 0, 2)
+
+  per_query = 4 * batch * (stairs + 1) * width
+  return map_blocks(block, block_width(BLOCK_BYTES // per_query), queries, weights, *of_queries)

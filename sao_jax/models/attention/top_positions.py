@@ -8,6 +8,8 @@ backend, where sorts differ in which of two equal scores comes first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,18 +29,38 @@ def top_positions(
 
   Of equal scores the lower position wins, so that the result depends neither on the backend nor on padding.
   """
-  # Whole tiles of positions.
-  length = scores.shape[-1]
-  tile = min(TILE, -(-length // WORD_BITS) * WORD_BITS)
-  pad = [(0, 0)] * (scores.ndim - 1) + [(0, -length % tile)]
-  keys = jnp.pad(jnp.where(readable, ordered_keys(scores), NOTHING), pad, constant_values=NOTHING)
-  threshold = kth_largest(keys, num_selected)[..., None]
+  keys = readable_keys(scores, readable)
+  above, tied = pack_chosen(keys, kth_largest(keys, num_selected))
+  return first_of(above, tied, num_selected)
 
-  # All above the threshold, and as many of those that equal it as there is room for.
-  above = pack(keys > threshold, tile)
-  tied = pack((keys == threshold) & (threshold > NOTHING), tile)
+
+def pack_chosen(
+  keys: Int[Array, "*batch S"], threshold: Int[Array, "*batch"]
+) -> tuple[Int[Array, "*batch n w"], Int[Array, "*batch n w"]]:
+  """The keys above the threshold, and those that equal it, as bits; in whole tiles of positions."""
+  tile, length = whole_tiles(keys.shape[-1])
+  pad = [(0, 0)] * (keys.ndim - 1) + [(0, length - keys.shape[-1])]
+  keys, threshold = jnp.pad(keys, pad, constant_values=NOTHING), threshold[..., None]
+  return pack(keys > threshold, tile), pack((keys == threshold) & (threshold > NOTHING), tile)
+
+
+def whole_tiles(length: int) -> tuple[int, int]:
+  """The positions of a tile, and of as many of them as `length` positions need."""
+  tile = min(TILE, -(-length // WORD_BITS) * WORD_BITS)
+  return tile, -(-length // tile) * tile
+
+
+def first_of(
+  above: Int[Array, "*batch n w"], tied: Int[Array, "*batch n w"], num_selected: int
+) -> Int[Array, "*batch k"]:
+  """The positions of all bits above, and of as many of the tied ones as there is room for; see `pack_chosen`."""
   room = num_selected - jnp.sum(jax.lax.population_count(above), axis=(-2, -1), dtype=jnp.int32)
   return set_bits(above | first_bits(tied, room), num_selected)
+
+
+def readable_keys(scores: Float[Array, "*batch S"], readable: Bool[Array, "*batch S"]) -> Int[Array, "*batch S"]:
+  """The keys of scores, `NOTHING` where a position may not be read."""
+  return jnp.where(readable, ordered_keys(scores), NOTHING)
 
 
 def ordered_keys(scores: Float[Array, "*batch S"]) -> Int[Array, "*batch S"]:
@@ -49,15 +71,26 @@ def ordered_keys(scores: Float[Array, "*batch S"]) -> Int[Array, "*batch S"]:
 
 def kth_largest(keys: Int[Array, "*batch S"], k: int) -> Int[Array, " *batch"]:
   """The k-th largest key, or the smallest integer where there are fewer than k above it."""
+  return kth_by_counting(lambda bounds: count_at_least(keys, bounds), keys.shape[:-1], k)
+
+
+def count_at_least(keys: Int[Array, "*batch S"], bounds: Int[Array, "*batch n"]) -> Int[Array, "*batch n"]:
+  """The number of keys that are no smaller than each bound."""
+  return jnp.sum(keys[..., None, :] >= bounds[..., None], axis=-1, dtype=jnp.int32)
+
+
+def kth_by_counting(
+  count: Callable[[Int[Array, "*batch n"]], Int[Array, "*batch n"]], shape: tuple[int, ...], k: int
+) -> Int[Array, " *batch"]:
+  """`kth_largest` of keys that need not be one array: `count` tells how many are no smaller than each bound."""
   digits = jnp.arange(1, 2**DIGIT_BITS, dtype=jnp.int32)
 
   def add_digit(step: jax.Array, threshold: jax.Array) -> jax.Array:
-    candidates = threshold[..., None] + (digits << (32 - DIGIT_BITS * (step + 1)))  # integers wrap round
-    counts = jnp.sum(keys[..., None, :] >= candidates[..., None], axis=-1, dtype=jnp.int32)
-    digit = jnp.sum(counts >= k, axis=-1, dtype=jnp.int32)
+    bounds = threshold[..., None] + (digits << (32 - DIGIT_BITS * (step + 1)))  # integers wrap round
+    digit = jnp.sum(count(bounds) >= k, axis=-1, dtype=jnp.int32)
     return threshold + (digit << (32 - DIGIT_BITS * (step + 1)))
 
-  return jax.lax.fori_loop(0, 32 // DIGIT_BITS, add_digit, jnp.full(keys.shape[:-1], NOTHING))
+  return jax.lax.fori_loop(0, 32 // DIGIT_BITS, add_digit, jnp.full(shape, NOTHING))
 
 
 def pack(chosen: Bool[Array, "*batch S"], tile: int) -> Int[Array, "*batch n w"]:

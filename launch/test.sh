@@ -24,6 +24,8 @@ while true; do
   shift
 done
 use_environment "$extras"
+# Only for the published chat templates among its files: the packages that it needs itself are not installed.
+[[ "$extras" != *parity* ]] || "$python" -m pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0
 
 cd "$repository"
 # The tests run on simulated CPU devices, whatever this machine has.

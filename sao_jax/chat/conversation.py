@@ -23,7 +23,7 @@ from sao_jax.chat.template import ChatTemplate, Message
 from sao_jax.chat.tool_calls import END_THINK, THINK
 from sao_jax.errors import ConfigError
 
-Tools = Sequence[Mapping[str, Any]] | None
+Tools = Documents = Sequence[Mapping[str, Any]] | None
 
 
 class ChatRenderer:
@@ -61,31 +61,54 @@ class ChatRenderer:
     self.turn_end_id = tokenizer.eos_id if ends[0] is None else ends[0]
     self.stop_ids = tuple(dict.fromkeys([*tokenizer.stop_ids, *(end for end in ends if end is not None)]))
 
-  def start(self, messages: Sequence[Message], tools: Tools = None, *, rewrite: str = "segment") -> ChatSession:
+  def start(
+    self, messages: Sequence[Message], tools: Tools = None, *, documents: Documents = None, rewrite: str = "segment"
+  ) -> ChatSession:
     """Begins a conversation; the arguments are those of `ChatSession`."""
-    return ChatSession(self, messages, tools, rewrite=rewrite)
+    return ChatSession(self, messages, tools, documents=documents, rewrite=rewrite)
 
   def prompt_ids(
-    self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = True
+    self,
+    messages: Sequence[Message],
+    tools: Tools = None,
+    *,
+    documents: Documents = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
   ) -> Int[np.ndarray, "n"]:
     """Encodes a whole conversation, with exactly one begin-of-sequence token if the tokenizer has them.
 
-    Names of control tokens inside messages and tools stay text.
+    Names of control tokens inside messages, tools and documents stay text.
+
+    Args:
+      messages: the conversation.
+      tools: JSON schemas of the tools.
+      documents: texts to answer from, for templates that know of them.
+      add_generation_prompt: True to end with the start of the assistant's turn.
+      continue_final_message: True to end with the text of the last message instead, for a policy that goes on with it.
+
+    Raises:
+      ConfigError: when the template refuses the conversation, or does not show the message that goes on.
     """
-    return self.encode_start(self.render(messages, tools, add_generation_prompt=add_generation_prompt))
+    if continue_final_message:
+      return self.encode_start(self._render_open(messages, tools, documents))
+    rendered = self.render(messages, tools, documents=documents, add_generation_prompt=add_generation_prompt)
+    return self.encode_start(rendered)
 
   def render(
     self,
     messages: Sequence[Message],
     tools: Tools,
     *,
+    documents: Documents = None,
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
   ) -> str:
     """Renders the conversation with the template; `quotes` hide the names of control tokens inside messages."""
-    hide = self.quotes.hide
-    now = now or datetime.datetime.now()
-    return self.template.render(hide(messages), hide(tools), add_generation_prompt=add_generation_prompt, now=now)
+    hide, now = self.quotes.hide, now or datetime.datetime.now()
+    return self.template.render(
+      hide(messages), hide(tools), documents=hide(documents), add_generation_prompt=add_generation_prompt, now=now
+    )
 
   def encode(self, rendered: str) -> Int[np.ndarray, "n"]:
     """Encodes a part of a rendering that does not begin the sequence."""
@@ -126,6 +149,28 @@ class ChatRenderer:
     if is_first and not blanks.strip():
       return suffix_ids[controls[0] + 1 :], suffix if controls[0] == 0 else stop + behind
     return suffix_ids, stop + suffix
+
+  def _render_open(self, messages: Sequence[Message], tools: Tools, documents: Documents) -> str:
+    """Renders the conversation up to the end of the text of its last message, as transformers does."""
+    hidden = self.quotes.hide(messages)
+    content = hidden[-1].get("content") if hidden else None
+    blocks = content if isinstance(content, list) else [{"text": content}]
+    last = next((block for block in reversed(blocks) if isinstance(block.get("text"), str)), None)
+
+    # The text gets an end that can be found again. The blank behind it tells if the template strips texts.
+    rendered, found, behind = "", "", ""
+    if last is not None:
+      said, last["text"] = last["text"], f"{last['text']}{self.quotes.turn} "
+      open_message = {**hidden[-1], "content": blocks if isinstance(content, list) else last["text"]}
+      whole = self.render([*hidden[:-1], open_message], tools, documents=documents, add_generation_prompt=False)
+      rendered, found, behind = whole.rpartition(self.quotes.turn)
+    if not found or said.strip() not in rendered:
+      raise ConfigError(
+        "chat_template",
+        f"{self.template.name} does not show the text of the last message, which is to go on.",
+        "End with a message that has text, or use a template that shows it verbatim.",
+      )
+    return rendered if behind.startswith(" ") else rendered.rstrip()
 
   def _turn_end(self, next_role: str) -> int | None:
     """Finds the control token with which the template ends a turn before a message of `next_role`, if it has one."""
@@ -176,7 +221,13 @@ class ChatSession:
   """
 
   def __init__(
-    self, renderer: ChatRenderer, messages: Sequence[Message], tools: Tools = None, *, rewrite: str = "segment"
+    self,
+    renderer: ChatRenderer,
+    messages: Sequence[Message],
+    tools: Tools = None,
+    *,
+    documents: Documents = None,
+    rewrite: str = "segment",
   ):
     """Begins the conversation. A template that prints the date goes on printing today's, also after midnight.
 
@@ -184,6 +235,7 @@ class ChatSession:
       renderer: the tokenizer and template.
       messages: the messages before the first turn.
       tools: JSON schemas of the tools.
+      documents: texts to answer from, for templates that know of them.
       rewrite: "segment" or "keep", the choice when the template rewrites history. "segment" begins a new segment with
         the rewritten conversation as its prompt, as a deployed model would see it. "keep" extends the context all the
         same, so the policy goes on seeing what it wrote. Changed white space around a turn is no rewriting.
@@ -196,6 +248,7 @@ class ChatSession:
     self._renderer, self._rewrite = renderer, rewrite
     self._now = datetime.datetime.now()
     self._messages, self._tools = renderer.quotes.hide(messages), renderer.quotes.hide(tools)
+    self._documents = renderer.quotes.hide(documents)
     self._recorder = SegmentRecorder()
 
     # The open turn: its text, names of control tokens hidden, and its stop token.
@@ -297,5 +350,9 @@ class ChatSession:
 
   def _render(self, hidden_messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
     return self._renderer.template.render(
-      hidden_messages, self._tools, add_generation_prompt=add_generation_prompt, now=self._now
+      hidden_messages,
+      self._tools,
+      documents=self._documents,
+      add_generation_prompt=add_generation_prompt,
+      now=self._now,
     )

@@ -35,7 +35,7 @@ class HFTokenizer:
     bos_id: the begin-of-sequence token, None where the folder has none.
     eos_id: the end-of-sequence token of tokenizer_config.json, else the first of `stop_ids`.
     pad_id: the padding token, else `eos_id`. Masks never come from ids.
-    stop_ids: ids that end a turn: `eos_token_id` of generation_config.json, else `eos_id`.
+    stop_ids: ids that end a turn, from the sources that `read_stop_ids` lists.
     adds_bos: True when a sequence starts with `bos_id`.
     token_names: the tokens that the settings name, for chat templates: {"eos_token": "<|im_end|>", ...}.
   """

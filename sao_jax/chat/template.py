@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sao_jax.chat.tokenizer_files import read_json
 from sao_jax.errors import ConfigError
 
+REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that messages use
 Message = Mapping[str, Any]  # "role", "content", and other keys that the template reads; JSON values
 
 
@@ -24,9 +25,8 @@ def load_templates(folder: pathlib.Path) -> dict[str, str]:
     ConfigError: when there is none.
   """
   main, others = folder / "chat_template.jinja", sorted((folder / "additional_chat_templates").glob("*.jinja"))
-  templates = {path.stem: path.read_text(encoding="utf-8") for path in others}
-  if main.is_file():
-    templates["default"] = main.read_text(encoding="utf-8")
+  templates = {"default": main.read_text(encoding="utf-8")} if main.is_file() else {}
+  templates |= {path.name.removesuffix(".jinja"): path.read_text(encoding="utf-8") for path in others}
   if templates:
     return templates
   declared = read_json(folder / "tokenizer_config.json").get("chat_template")
@@ -70,25 +70,29 @@ class ChatTemplate:
     *,
     add_generation_prompt: bool,
     now: datetime.datetime,
+    documents: Sequence[Mapping[str, Any]] | None = None,
   ) -> str:
     """Renders the conversation as text. Keys of messages whose value is None are left out.
 
     Args:
-      messages: the messages of the conversation.
+      messages: the messages of the conversation, at least one.
       tools: JSON schemas of the tools; a template called "tool_use" is for conversations with tools.
       add_generation_prompt: True to end with the start of the assistant's turn.
       now: the time for templates that print the date.
+      documents: texts to answer from, for templates that know of them.
 
     Raises:
       ConfigError: when the template refuses the conversation, or there is no template for it.
     """
-    name = "tool_use" if tools and "tool_use" in self._compiled else "default"
+    if not messages:
+      raise ConfigError("messages", "A conversation has no message.", "Begin it with a system's or a user's.")
+    name = "tool_use" if tools is not None and "tool_use" in self._compiled else "default"
     if name not in self._compiled:
       known = sorted(self._compiled)
       raise ConfigError("chat_template", f"{self.name} has only {known}.", "Give it one called 'default'.")
 
     # Templates ask whether a message has a key, so keys without a value must not be there.
-    known_only = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    known_only = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in messages]
 
     # The variables are those that transformers gives to a template.
     try:
@@ -97,12 +101,12 @@ class ChatTemplate:
           **self._variables,
           "messages": known_only,
           "tools": list(tools) if tools is not None else None,
-          "documents": None,
+          "documents": list(documents) if documents is not None else None,
           "add_generation_prompt": add_generation_prompt,
           "strftime_now": now.strftime,
         }
       )
-    except (self._error, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+    except (self._error, TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
       # A template is a program: it may refuse the messages, or fail on them in any of these ways.
       roles = [message.get("role") for message in known_only]
       raise ConfigError(
@@ -110,6 +114,12 @@ class ChatTemplate:
         f"{self.name} refuses a conversation of {roles}: {type(error).__name__}: {error}",
         "Send the roles and fields that it expects, or correct the template.",
       ) from error
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+  """Gives a message its reasoning under the names that templates read: `reasoning_content`, or `thinking`."""
+  reasoning = next((message[name] for name in REASONING if name in message), None)
+  return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _sandbox() -> tuple[Any, type[Exception]]:
@@ -129,20 +139,44 @@ def _sandbox() -> tuple[Any, type[Exception]]:
     tags = {"generation"}
 
     def parse(self, parser: Any) -> Any:
-      next(parser.stream)
-      return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+      return jinja2.nodes.CallBlock(self.call_method("content"), [], [], body).set_lineno(line)  # with its own scope
+
+    def content(self, caller: Callable[[], str]) -> str:
+      return caller()
 
   # Jinja's own filter escapes HTML; templates expect plain JSON, with the arguments of `json.dumps`.
   def tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
+  def make_dict(*pairs: Any, **values: Any) -> dict[str, Any]:
+    return dict(*pairs, **values)
+
   def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+  # A namespace keeps no name that Python itself uses, and `dict` is a function, so that no template reaches a class.
+  class Namespace(jinja2.utils.Namespace):
+    def __init__(*args: Any, **values: Any):
+      self, *args = args
+      jinja2.utils.Namespace.__init__(self)
+      for name, value in dict(*args, **values).items():
+        self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+      if name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace has no {name!r}")
+      super().__setitem__(name, value)
 
   # A template comes with downloaded weights, so it runs in a sandbox; the options are those of transformers.
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
   )
   environment.filters["tojson"] = tojson
-  environment.globals["raise_exception"] = raise_exception
+  environment.globals |= {
+    "raise_exception": raise_exception,
+    "namespace": Namespace,
+    "dict": lambda *a, **k: dict(*a, **k),
+  }
   return environment, jinja2.TemplateError

@@ -38,7 +38,7 @@ class YarnConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LoRAConfig:
-  """LoRA (arXiv 2106.09685): the policy trains a low-rank update of its matrices, W + alpha / rank · A B, and no W."""
+  """LoRA (arXiv 2106.09685): a network trains a low-rank update of its matrices, W + alpha / rank · A B, and no W."""
 
   rank: NonNegativeInt = 0  # 0: off, everything trains
   alpha: PositiveFloat = 16.0
@@ -92,7 +92,7 @@ class ModelConfig:
   param_dtype: DType = "float32"  # of stored parameters; under bfloat16 the optimiser keeps fp32 masters of them
   remat: Literal["none", "dots", "attention", "full", "offload"] = "none"  # what the backward pass recomputes
   moe_implementation: Literal["auto", "blocked", "megablox", "ragged_dot"] = "auto"  # auto: megablox on a TPU
-  lora: LoRAConfig = LoRAConfig()  # of the policy; the critic trains in full (see algorithm.freeze_attention)
+  lora: LoRAConfig = LoRAConfig()  # of the policy; that of the critic is critic.lora
   checkpoint: str = ""  # checkpoints of a run, or a Hugging Face folder, to start from; empty: random initialisation
 
   @property
@@ -167,6 +167,13 @@ class AlgorithmConfig:
     if self.whiten_advantages == "auto":
       return self.needs_critic and not critic_pretrained
     return self.whiten_advantages
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+  """The value network, where it is not what the policy is (`ModelConfig`) and does not follow from the method."""
+
+  lora: LoRAConfig = LoRAConfig()  # the head trains in any case; with model.lora, too, both networks share one base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,6 +315,7 @@ class RunConfig:
   name: str = "run"
   model: ModelConfig = ModelConfig()
   algorithm: AlgorithmConfig = AlgorithmConfig()
+  critic: CriticConfig = CriticConfig()
   policy_optimizer: OptimizerConfig = OptimizerConfig()
   critic_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6, clip_norm=10.0, warmup_steps=10)
   sampler: SamplerConfig = SamplerConfig()
@@ -317,3 +325,8 @@ class RunConfig:
   value_pretraining: ValuePretrainingConfig = ValuePretrainingConfig()
   evaluation: EvaluationConfig = EvaluationConfig()
   training: TrainingConfig = TrainingConfig()
+
+  @property
+  def shares_base(self) -> bool:
+    """The critic reads the policy's own frozen matrices: both are LoRA of them, and none of the two changes them."""
+    return self.algorithm.needs_critic and self.model.lora.rank > 0 and self.critic.lora.rank > 0

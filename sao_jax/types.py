@@ -138,7 +138,7 @@ class NetworkState:
   """One network in training.
 
   Attributes:
-    params: the full parameter tree, frozen leaves included.
+    params: the parameter tree, frozen leaves included, except those that are the policy's (see `Network.join`).
     opt_state: optimiser state of the trainable leaves only.
     step: int32 scalar, number of updates applied (skipped non-finite ones do not count).
   """

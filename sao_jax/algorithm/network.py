@@ -33,6 +33,8 @@ class Network:
     frozen: names of the leaves that stay fixed.
     after_update: `(params, outputs) -> params`, applied behind each update that was not skipped, to frozen leaves too;
       `outputs` are those of the batch before the update. None: nothing is.
+    join: `(params, policy's params) -> params` of `apply`, for a network that reads frozen leaves of the policy, which
+      `specs` does not declare again. None: its own are all.
   """
 
   specs: PyTree
@@ -40,6 +42,18 @@ class Network:
   optimizer: optax.GradientTransformation
   frozen: frozenset[str] = frozenset()
   after_update: Callable[[PyTree, Any], PyTree] | None = None
+  join: Callable[[PyTree, PyTree], PyTree] | None = None
+
+  def whole(self, params: PyTree, of_policy: PyTree) -> PyTree:
+    """The parameters that `apply` takes: its own, and what it shares with the policy. Nothing is copied."""
+    return params if self.join is None else self.join(params, of_policy)
+
+  def beside(self, of_policy: PyTree) -> Network:
+    """The same network, whose `apply` takes its own parameters alone and finds the shared ones in the policy's."""
+    if self.join is None:
+      return self
+    apply = lambda params, rows: self.apply(self.join(params, of_policy), rows)
+    return dataclasses.replace(self, apply=apply, join=None)
 
   def start(self, params: PyTree) -> NetworkState:
     """The state before the first update."""

@@ -98,12 +98,12 @@ def make_train_step(
     metrics |= diagnostics.lag_metrics(lags, trained, max_lag=max_lag)
 
     # Critic: K steps on (1/N) Σ (V - G)², attention frozen; G = R for γ = λ_critic = 1 and a terminal reward.
-    critic_state, fit = state.critic, None
+    critic_state, fit, value_network = state.critic, None, None
     if critic is not None:
-      read = batch
+      read, value_network = batch, critic.beside(state.policy.params)
       if config.critic_reads_logprobs and not update_policy:
         read = _scored(config, policy, state.policy.params, batch)
-      critic_state, fit = _critic_steps(config, critic, state.critic, read, trained)
+      critic_state, fit = _critic_steps(config, value_network, state.critic, read, trained)
       values_before = token_values(fit.values_before, batch)
       metrics |= diagnostics.critic_metrics(config, fit.updates, values_before, fit.targets, trained)
 
@@ -112,7 +112,7 @@ def make_train_step(
       # Values: V after those steps, or before them.
       values = None if fit is None else fit.values_before
       if critic is not None and config.advantage_values == "post":
-        values = _read_values(config, critic, critic_state.params, batch)
+        values = _read_values(config, value_network, critic_state.params, batch)
 
       # Advantages, for sao: A_k = δ_k + γλ A_{k+1} from each sampled token to the next sampled one, λ = 1 - 1/(α n).
       with jax.named_scope("advantages"):

@@ -59,9 +59,26 @@ def check_same_leaves(
   raise ConfigError(
     f"checkpoint {item}/{name}",
     f"expected {describe(wanted, name)}, found {describe(stored, name)}{more} in {where}.",
-    "It was saved by a run with another model, optimiser, frozen set or algorithm.advantage: restore that run's "
-    "--config, or use a new --workdir.",
+    _other_kind(stored, wanted, item)
+    or "It was saved by a run with another model, optimiser, frozen set or "
+    "algorithm.advantage: restore that run's --config, or use a new --workdir.",
   )
+
+
+def _other_kind(stored: dict[str, Any], wanted: dict[str, Any], item: str) -> str:
+  """Returns the remedy where a network has factors of LoRA on one side alone, or a base; "" elsewhere."""
+  has = lambda leaves, prefix: any(name.startswith(prefix) for name in leaves)
+  before, now = has(stored, "lora/"), has(wanted, "lora/")
+  if item in NETWORKS and before != now:
+    field = "model.lora.rank" if item == "policy" else "critic.lora.rank"
+    kind = "as LoRA: set it as it was" if before else f"in full: set {field}=0"
+    return f"{field} is another: this {item} has trained {kind}, or use a new --workdir."
+
+  # Factors on both sides: a critic's base is its own, or the policy's.
+  if item == "critic" and before and has(stored, "embed") != has(wanted, "embed"):
+    beside = "that trains in full" if has(stored, "embed") else "with LoRA"
+    return f"model.lora.rank is another: this critic stood beside a policy {beside}. Set it as it was."
+  return ""
 
 
 def nest(flat: dict[str, Any]) -> dict[str, Any]:

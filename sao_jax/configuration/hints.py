@@ -30,8 +30,9 @@ IDLE = (
   Idle(
     lambda config: not config.algorithm.needs_critic,
     "algorithm.advantage='grpo' knows neither a critic nor a discount",
-    _of("algorithm", "gamma", "alpha", "critic_lambda", "value_updates", "advantage_values", "value_clip", "value_head")
-    + _of("algorithm", "value_head_initializer", "critic_reads_logprobs")
+    _of("critic.lora", "rank", "alpha", "targets")
+    + _of("algorithm", "gamma", "alpha", "critic_lambda", "value_updates", "advantage_values", "value_clip")
+    + _of("algorithm", "value_head", "value_head_initializer", "critic_reads_logprobs")
     + _of("algorithm", "freeze_attention", "freeze_router", "freeze_embeddings"),
   ),
   Idle(
@@ -68,6 +69,16 @@ IDLE = (
   ),
   Idle(
     lambda config: not config.model.lora.rank, "model.lora.rank=0 trains in full", _of("model.lora", "alpha", "targets")
+  ),
+  Idle(
+    lambda config: not config.critic.lora.rank,
+    "critic.lora.rank=0 trains in full",
+    _of("critic.lora", "alpha", "targets"),
+  ),
+  Idle(
+    lambda config: bool(config.critic.lora.rank),
+    "critic.lora.rank above 0 trains neither routers nor embeddings",
+    _of("algorithm", "freeze_router", "freeze_embeddings"),
   ),
   Idle(
     lambda config: not config.model.index_topk,

@@ -15,6 +15,7 @@ from sao_jax.config import AlgorithmConfig, ModelConfig, RunConfig, SamplerConfi
 from sao_jax.configuration import config_tree
 from sao_jax.configuration.bounds import check_bounds
 from sao_jax.configuration.hints import hints
+from sao_jax.configuration.lora_relations import lora_relations
 from sao_jax.errors import ConfigError
 
 _LATENT_WIDTHS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -44,7 +45,7 @@ def broken_relations(config: RunConfig, *, training: bool) -> Iterator[ConfigErr
   yield from _attention(config.model)
   yield from _latent_attention(config.model)
   yield from _experts(config.model)
-  yield from _lora(config.model)
+  yield from lora_relations(config)
   yield from _router(config)
   yield from _value_head(config.algorithm)
   yield from _advantage(config)
@@ -197,15 +198,6 @@ def _groups_problem(size: int, groups: int, kept: int, per_token: int) -> str | 
   if kept <= groups and kept * size >= per_token:
     return None
   return f"{kept} of {groups} groups of {size} experts, from which {per_token} experts are chosen."
-
-
-def _lora(model: ModelConfig) -> Iterator[ConfigError]:
-  if model.lora.rank and not model.lora.targets:
-    yield ConfigError(
-      "model.lora.targets",
-      "there is nothing to adapt.",
-      "Choose some of attention, mlp, as in \"('attention','mlp')\".",
-    )
 
 
 # Algorithm

@@ -26,12 +26,13 @@ from sao_jax.huggingface.pretrained import HF_SUBFOLDER, base_folder
 from sao_jax.huggingface.safetensors_file import write_file
 from sao_jax.huggingface.save import TOKENIZER_FILES, copied_tensors, export_critic, export_policy
 from sao_jax.models.critic import critic_specs
+from sao_jax.models.critic_lora import join_base
 from sao_jax.models.lora import merge_lora
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.agreement import all_processes
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.mesh import check_mesh_divides_model, make_mesh
-from sao_jax.parallel.params import abstract_params
+from sao_jax.parallel.params import Params, abstract_params
 
 RUN_CONFIG = "config.json"  # the file in a workdir that holds the run's configuration
 
@@ -125,10 +126,16 @@ def to_hf(
     raise ConfigError("--checkpoint", f"nothing tells the model's shape in {checkpoint}.", "Pass --base.")
   model = source.model_config() if source else run
 
-  # Parameters in the shape that they declare; factors of LoRA are merged into their matrices.
+  # Parameters in the shape that they declare. A critic may lack its base, which then is the policy's; factors of LoRA
+  # are merged.
   mesh = _mesh_of_all()
-  shardings = None if mesh is None else _shardings(model, network, mesh)
-  params = load_params(checkpoint, network, step=step, shardings=shardings)
+
+  def load(name: str) -> Params:
+    return load_params(checkpoint, name, step=step, shardings=None if mesh is None else _shardings(model, name, mesh))
+
+  params = load(network)
+  if "lora" in params and "embed" not in params:
+    params = join_base(params, load("policy"))
   if "lora" in params:
     params = jax.jit(functools.partial(merge_lora, keep_dtype=True))(params)
   if network == "policy":

@@ -19,6 +19,7 @@ from sao_jax.config import RolloutConfig, RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.learner.placement import Devices, check_sampler_mesh, place
 from sao_jax.models.critic import critic_specs, frozen_critic_paths, make_critic_apply
+from sao_jax.models.critic_lora import critic_lora_specs, frozen_lora_paths, join_base
 from sao_jax.models.lora import lora_specs
 from sao_jax.models.policy import make_policy_apply
 from sao_jax.models.router import update_router_bias
@@ -151,24 +152,34 @@ def make_policy(config: RunConfig, layout: Layout) -> Network:
 
 
 def make_critic(config: RunConfig, layout: Layout, *, freeze: bool = True) -> Network:
-  """Makes the critic; `freeze=False` ignores the frozen sets of `algorithm`."""
-  algorithm = config.algorithm
-  head = make_value_head(algorithm)
+  """Makes the critic; `freeze=False` ignores the frozen sets of `algorithm`.
+
+  With LoRA its factors and head train, and it shares the base of a policy with LoRA.
+  """
+  # Parameters, and those among them that the optimiser must not touch.
+  algorithm, shares = config.algorithm, config.shares_base
+  specs = critic_specs(
+    config.model,
+    make_value_head(algorithm).num_outputs,
+    algorithm.value_head_initializer,
+    reads_logprobs=algorithm.critic_reads_logprobs,
+  )
+  frozen = frozen_critic_paths(
+    config.model,
+    attention=freeze and algorithm.freeze_attention,
+    router=freeze and algorithm.freeze_router,
+    embeddings=freeze and algorithm.freeze_embeddings,
+  )
+  if config.critic.lora.rank:
+    specs = critic_lora_specs(config.model, specs, config.critic.lora, shares_base=shares)
+    frozen = frozen_lora_paths(specs, frozen)
+
   return Network(
-    specs=critic_specs(
-      config.model,
-      head.num_outputs,
-      algorithm.value_head_initializer,
-      reads_logprobs=algorithm.critic_reads_logprobs,
-    ),
+    specs=specs,
     apply=make_critic_apply(config.model, layout=layout),
     optimizer=with_masters(make_optimizer(config.critic_optimizer, algorithm.value_updates)),
-    frozen=frozen_critic_paths(
-      config.model,
-      attention=freeze and algorithm.freeze_attention,
-      router=freeze and algorithm.freeze_router,
-      embeddings=freeze and algorithm.freeze_embeddings,
-    ),
+    frozen=frozen,
+    join=join_base if shares else None,
   )
 
 

@@ -61,10 +61,22 @@ def critic_params_from_policy(
   The language-model head is never read, whatever its shape: a slice of it would be a value head that knows tokens.
   `key` is for a "normal" head.
   """
+  trunk = {name: jax.tree.map(jnp.copy, policy_params[name]) for name in critic_specs(config) if name not in ADDED}
+  return trunk | new_head(config, num_outputs, initializer, key, reads_logprobs=reads_logprobs)
+
+
+def new_head(
+  config: ModelConfig,
+  num_outputs: int = 1,
+  initializer: str = "zeros",
+  key: Key[Array, ""] | None = None,
+  *,
+  reads_logprobs: bool = False,
+) -> Params:
+  """The initial parameters of a critic that are no part of the trunk; arguments as in `critic_params_from_policy`."""
   specs = critic_specs(config, num_outputs, initializer, reads_logprobs=reads_logprobs)
-  trunk = {name: jax.tree.map(jnp.copy, policy_params[name]) for name in specs if name not in ADDED}
   added = {name: specs[name] for name in ADDED if name in specs}
-  return trunk | init_params(added, jax.random.key(0) if key is None else key)
+  return init_params(added, jax.random.key(0) if key is None else key)
 
 
 def make_critic_apply(

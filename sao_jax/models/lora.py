@@ -1,4 +1,4 @@
-"""Low-rank adaptation of the policy (LoRA, arXiv 2106.09685): W + alpha / rank · A B; A and B train, W does not.
+"""Low-rank adaptation of a network (LoRA, arXiv 2106.09685): W + alpha / rank · A B; A and B train, W does not.
 
 The sum is made layer by layer, before a layer runs, and whole for the sampler and for exports. Sampler and learner thus
 multiply by the same sums: x W + s (x A) B rounds differently from x (W + s A B), and what differs at lag 0 eats
@@ -70,7 +70,7 @@ def add_lora(params: Params, factors: Params, scale: Float[Array, ""] | None) ->
 
 
 def merge_lora(params: Params, *, keep_dtype: bool = False) -> Params:
-  """Returns the same policy without "lora": its factors are added to the matrices. Without factors, nothing changes.
+  """Returns the same network without "lora": its factors are added to the matrices. Without factors, nothing changes.
 
   Changed matrices are fp32; `keep_dtype` rounds them to the dtype that they had.
   """
@@ -79,6 +79,23 @@ def merge_lora(params: Params, *, keep_dtype: bool = False) -> Params:
   plain = {name: leaf for name, leaf in params.items() if name != "lora"}
   merged = add_lora(plain, params["lora"], params["lora"]["scale"])
   return jax.tree.map(lambda new, old: new.astype(old.dtype), merged, plain) if keep_dtype else merged
+
+
+def widen_lora(factors: Params, given: Params) -> Params:
+  """`factors` whose first ones become those of another tree, scale included: their product is that of `given`.
+
+  Args:
+    factors: as `lora_specs` makes them, where B is 0.
+    given: of no higher rank, and of no matrices that `factors` does not adapt.
+  """
+
+  def lay(ours: Params | jax.Array, theirs: Params | jax.Array) -> Params | jax.Array:
+    if isinstance(ours, dict):
+      return {name: lay(leaf, theirs[name]) if name in theirs else leaf for name, leaf in ours.items()}
+    return jax.lax.dynamic_update_slice(ours, theirs, (0,) * ours.ndim)
+
+  b = jax.tree.map(lambda leaf: given["scale"] / factors["scale"] * leaf, given["b"])
+  return {"a": lay(factors["a"], given["a"]), "b": lay(factors["b"], b), "scale": factors["scale"]}
 
 
 def _product(a: Float[Array, "..."], b: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:

@@ -69,13 +69,18 @@ def token_flops(model: ModelConfig, length: float) -> TokenFlops:
 def step_flops(config: RunConfig, length: float) -> float:
   """FLOPs of a train step per token: the policy's update, K of the critic, and the values that advantages need.
 
-  A backward pass costs twice its forward pass, or once where weights are frozen: input gradients only.
+  A backward pass costs twice its forward pass, or once where weights are frozen: input gradients only. So are all with
+  LoRA, whose own products are few.
   """
   flops, algorithm = token_flops(config.model, length), config.algorithm
   differentiable = flops.projections + flops.scores + flops.feed_forward
+  weights = flops.projections + flops.feed_forward
   policy = 3 * (differentiable + flops.head) + flops.indexer
+  if config.model.lora.rank:
+    policy -= weights + flops.head
   if not algorithm.needs_critic:
     return policy
   frozen = flops.projections if algorithm.freeze_attention else 0.0
+  frozen = weights if config.critic.lora.rank else frozen
   update = 3 * differentiable - frozen + flops.indexer
   return policy + algorithm.value_updates * update + flops.trunk

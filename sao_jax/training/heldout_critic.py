@@ -56,7 +56,8 @@ class HeldoutCritic:
     if not count:
       return
     with self._learner.processes.busy():  # it compiles, the first time
-      variance = heldout_variance(self._learner, self._read, state.critic.params, self._trajectories)
+      params = self._learner.critic.whole(state.critic.params, state.policy.params)
+      variance = heldout_variance(self._learner, self._read, params, self._trajectories)
     self.variances.append(variance)
     self._log.write(step, {HELDOUT_VARIANCE: variance, "heldout_trajectories": count})
     self._log.note(heldout_ev=variance)

@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from absl import logging
 
@@ -16,11 +15,9 @@ from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import is_hf_folder
 from sao_jax.huggingface.load import import_policy
-from sao_jax.learner.lora_start import add_fresh_lora, check_lora_scale
+from sao_jax.learner.lora_start import add_fresh_lora, check_lora_scale, fresh_critic
 from sao_jax.learner.restoring import restore_state
 from sao_jax.learner.setup import Learner, abstract_state, init_policy_params, make_state, sharded_specs
-from sao_jax.models.critic import critic_params_from_policy
-from sao_jax.models.lora import merge_lora
 from sao_jax.training.origins import (
   Origin,
   critic_origin,
@@ -155,7 +152,7 @@ def _load_policy(learner: Learner, folder: pathlib.Path, step: int | None = None
   params = load_params(folder, "policy", abstract, step=step, optional="lora")
   if not learner.learns:
     return abstract
-  check_lora_scale(learner.config, params)
+  check_lora_scale("model.lora", learner.config.model.lora, params)
   return add_fresh_lora(learner, params, learner.config.training.seed)
 
 
@@ -217,13 +214,14 @@ def _initial_critic(
       if own:
         raise
       remedy = (
-        "Use that run's algorithm.value_head and algorithm.critic_reads_logprobs, or name a folder with its policy "
-        "alone: launch.convert_hf makes one."
+        "Use that run's algorithm.value_head, algorithm.critic_reads_logprobs and critic.lora, or name a folder with "
+        "its policy alone: launch.convert_hf makes one."
       )
       raise ConfigError(
         "model.checkpoint", f"the critic beside that policy does not fit: {error.problem}", remedy
       ) from error
     logging.info("The critic begins from %s.", origin)
+    check_lora_scale("critic.lora", config.critic.lora, params)
     if own:
       _warn_of_unfinished_value_pretraining(config, workdir)
     return params
@@ -235,14 +233,7 @@ def _initial_critic(
     logging.info("The critic begins as a copy of the policy, with a new head.")
   if not learner.learns:
     return sharded_specs(specs, learner.layout)
-  return critic_params_from_policy(
-    merge_lora(policy, keep_dtype=True),
-    config.model,
-    num_outputs=specs["value_head"].shape[-1],
-    initializer=config.algorithm.value_head_initializer,
-    key=jax.random.key(config.training.seed),
-    reads_logprobs=config.algorithm.critic_reads_logprobs,
-  )
+  return fresh_critic(learner, policy, config.training.seed)
 
 
 def critic_pretrained(config: RunConfig, workdir: pathlib.Path, phase: Phase) -> bool:
@@ -299,7 +290,9 @@ def restore_or_begin(
   logging.info("%s: going on after step %d of %d.", phase.name, step, phase.steps)
   version = host_state.get("policy_version")
   if learner.learns:
-    check_lora_scale(config, state.policy.params)
+    check_lora_scale("model.lora", config.model.lora, state.policy.params)
+    if state.critic is not None:
+      check_lora_scale("critic.lora", config.critic.lora, state.critic.params)
     version = int(state.policy_version)
   if version not in (None, phase.version(step)):
     raise ConfigError(

@@ -116,7 +116,7 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
     else:
       step, network, host_state = restored
       if learner.learns:
-        check_lora_scale(config, network.params)
+        check_lora_scale("model.lora", config.model.lora, network.params)
       if learner.share.brings:
         demonstrations.prompts.set_state(host_state["prompts"])
       clock = StepClock(host_state.get("seconds", 0.0))  # early checkpoints do not say

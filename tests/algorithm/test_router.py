@@ -12,12 +12,11 @@ from toys import training_toy
 from toys.trajectories import make_trajectories
 
 from sao_jax.algorithm.diagnostics import router_metrics
-from sao_jax.config import LoRAConfig
+from sao_jax.config import CriticConfig, LoRAConfig
 from sao_jax.learner import setup
 from sao_jax.learner.batches import packed_batch
+from sao_jax.learner.lora_start import fresh_critic
 from sao_jax.learner.packing import pack
-from sao_jax.models.critic import critic_params_from_policy
-from sao_jax.models.lora import merge_lora
 from sao_jax.models.router import router_bias_paths, update_router_bias
 from sao_jax.types import RouterStatistics
 
@@ -96,8 +95,7 @@ def one_step(config, devices=None, *, empty=False):
   """The state before and after one step, and its metrics, all on the host."""
   learner, step = learner_of(config, devices or tuple(jax.devices()[:1]))
   policy = setup.init_policy_params(learner, seed=0)
-  merged = merge_lora(policy)
-  state = setup.make_state(learner, policy, critic_params_from_policy(merged, config.model))
+  state = setup.make_state(learner, policy, fresh_critic(learner, policy, 0))
   before = jax.device_get(state)
   batch = packed_batch(learner, with_experts(config, make_trajectories())).rows
   if empty:
@@ -129,25 +127,36 @@ def test_in_the_train_step():
 
 
 def test_on_eight_devices_equals_one():
-  """Replay, LoRA and the moving bias: recorded experts travel with their rows, factors lie where their matrices do."""
-  config = config_of(router_replay=True, router_bias_update=0.01)
+  """Replay, LoRA and the moving bias: recorded experts travel with their rows, factors lie where their matrices do.
+
+  Also those of a critic on the policy's base, for which the bias stands still.
+  """
+  config = config_of(router_replay=True, router_bias_update=0.01, value_head_initializer="normal")
+  config = dataclasses.replace(config, critic=CriticConfig(LoRAConfig(rank=4)))
   lora = LoRAConfig(rank=2, alpha=8.0)
   config = training_toy.replace(
     config,
     model={"num_heads": 4, "num_kv_heads": 2, "d_ff_shared": 16, "lora": lora},
     policy_optimizer={"learning_rate": 1e-2, "eps": 1e-3},
+    critic_optimizer={"learning_rate": 1e-2, "eps": 1e-3},
   )
-  _, one, expected = one_step(config)
+  before, one, expected = one_step(config)
   mesh = training_toy.replace(config, mesh={"data": 1, "fsdp": 2, "expert": 2, "tensor": 2})
   _, eight, got = one_step(mesh, tuple(jax.devices()))
-  for name in ("policy_loss", "policy_grad_norm", *(f"router_{name}" for name in NAMES)):
+  losses = ("policy_loss", "policy_grad_norm", "value_loss_first", "value_loss_last", "critic_grad_norm")
+  for name in (*losses, *(f"router_{name}" for name in NAMES)):
     np.testing.assert_allclose(got[name], expected[name], rtol=1e-4, err_msg=name)
   assert got["router_dropped"] == 0 and 0.8 < got["router_replayed"] < 1 and 0.3 < got["router_agreement"] < 0.7
   assert got["policy_grad_norm"] > 0
   same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-  jax.tree.map(same, eight.policy.params, one.policy.params)
-  gate = setup.abstract_state(setup.make_learner(mesh)).policy.params["lora"]["b"]["moe_layers"]["moe"]["gate"]
-  assert gate.sharding.shard_shape(gate.shape) == (1, 2, 2, 8)  # [L, E, rank, F]: over "expert" and "tensor"
+  jax.tree.map(same, (eight.policy.params, eight.critic.params), (one.policy.params, one.critic.params))
+  changed = lambda name: np.any(bias_of(getattr(one, name)) != bias_of(getattr(before, name)))
+  assert changed("policy") and not changed("critic")
+  state = setup.abstract_state(setup.make_learner(mesh))
+  for network, rank in ((state.policy, 2), (state.critic, 4)):
+    gate = network.params["lora"]["b"]["moe_layers"]["moe"]["gate"]
+    assert gate.sharding.shard_shape(gate.shape) == (1, 2, rank, 8)  # [L, E, rank, F]: over "expert" and "tensor"
+    assert gate.sharding == network.opt_state[1][0].mu["lora/b/moe_layers/moe/gate"].sharding
 
 
 def test_recorded_experts_are_left_out_unless_replayed():

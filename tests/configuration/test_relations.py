@@ -107,6 +107,20 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
     (GROUPED | {"model.num_groups_per_token": 5}, "model.num_groups_per_token", "5 of 4 groups", "at most all of them"),
     ({"model.lora.targets": ("router",)}, "model.lora.targets", "there is no 'router'", "attention, mlp"),
     ({"model.lora.rank": 4, "model.lora.targets": ()}, "model.lora.targets", "nothing to adapt", "attention, mlp"),
+    ({"critic.lora.rank": 4, "critic.lora.targets": ()}, "critic.lora.targets", "nothing to adapt", "attention, mlp"),
+    (
+      {"critic.lora.rank": 4, "critic.lora.targets": ("attention",)},
+      "critic.lora.targets",
+      "attention alone, which RL leaves as it is",
+      "Add mlp, or set algorithm.freeze_attention=False",
+    ),
+    ({"model.lora.rank": 8, "critic.lora.rank": 4}, "critic.lora.rank", "4 of model.lora.rank=8", "to 8 or more"),
+    (
+      {"model.lora.rank": 4, "critic.lora.rank": 4, "critic.lora.targets": ("mlp",)},
+      "critic.lora.targets",
+      "no attention, which the policy adapts",
+      "Add attention",
+    ),
     ({"rollout.group_size": 3}, "rollout.batch_size", "128 trajectories do not divide into groups of 3", "a multiple"),
     (GRPO | {"rollout.group_size": 1}, "rollout.group_size", "there is 1 of each", "2 or more"),
     (GRPO | {"algorithm.whiten_advantages": True}, "algorithm.whiten_advantages", "equal rewards", "at auto"),
@@ -281,6 +295,7 @@ EXCLUDED = {
   "model.indexer_types": ("full", "sharde"),
   "algorithm.whiten_advantages": "automatic",
   "model.lora.targets": ("attention", "router"),
+  "critic.lora.targets": ("attention", "router"),
   "algorithm.epsilon_low": 1.3,
   "algorithm.epsilon_high": 0.0,
   "algorithm.gamma": 1.1,
@@ -382,6 +397,7 @@ def test_every_field_is_checked_or_free_on_purpose():
   free |= {"algorithm.whiten_advantages"}  # one name beside true and false
   of_tuples = {
     "model.lora.targets",
+    "critic.lora.targets",
     "model.indexer_types",
     "sampler.window_buckets",
     "training.profile_steps",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs import calculator
-from sao_jax.config import AlgorithmConfig
+from sao_jax.config import AlgorithmConfig, CriticConfig, LoRAConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.published import PUBLISHED, active_params
 from sao_jax.pod.chips import CHIPS, axis_bandwidth, chip_of, topology_of
@@ -44,6 +44,15 @@ def test_a_step_of_qwen_by_hand():
   critic = 2 * (3 * (matrices + scores) - attention_matrices) + matrices + scores
   assert step_flops(published_run(name), length) == pytest.approx(policy + critic, rel=0.02)
   assert step_flops(published_run(name, advantage="grpo"), length) == pytest.approx(policy, rel=0.02)
+
+  # No gradients of weights: of the policy with LoRA, and then of the critic.
+  adapted = dataclasses.replace(published_run(name).model, lora=LoRAConfig(rank=8))
+  run = dataclasses.replace(published_run(name), model=adapted)
+  policy -= matrices + head
+  assert step_flops(run, length) == pytest.approx(policy + critic, rel=0.02)
+  critic -= 2 * (matrices - attention_matrices)
+  run = dataclasses.replace(run, critic=CriticConfig(lora=LoRAConfig(rank=8)))
+  assert step_flops(run, length) == pytest.approx(policy + critic, rel=0.02)
 
 
 def test_sparse_attention_reads_what_its_indexer_chooses():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from sao_jax.config import CriticConfig
 from sao_jax.configuration import config_tree
 from sao_jax.training import phases
 from toys import training_toy
@@ -165,6 +166,7 @@ FIELDS = {
     )
     for part, value in (("attention", False), ("router", True), ("embeddings", True))
   },
+  "critic": Field(CriticConfig(), seen_by="tests/training/test_lora.py"),
   **optimizer("policy_optimizer", RL, 0, 0.01),
   **optimizer("critic_optimizer", TRAIN, 1, 0.02),
   **optimizer("sft.optimizer", SFT, 0, 0.03),

@@ -11,15 +11,20 @@ import pytest
 from toys import training_toy
 from toys.runs import assert_identical, interrupted_after
 
-from sao_jax.checkpoints.checkpointer import load_params
-from sao_jax.config import LoRAConfig
+from sao_jax.checkpoints.checkpointer import Checkpointer, load_params
+from sao_jax.config import CriticConfig, LoRAConfig
 from sao_jax.configuration import config_tree
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface import convert
-from sao_jax.huggingface.load import import_policy
+from sao_jax.huggingface.folder import HFFolder
+from sao_jax.huggingface.load import import_policy, load_leaves
+from sao_jax.huggingface.safetensors_file import read_header
 from sao_jax.learner import placement, sampler_side, setup
+from sao_jax.learner.lora_start import fresh_critic
+from sao_jax.models.critic import critic_specs
+from sao_jax.models.critic_lora import join_base
 from sao_jax.models.lora import merge_lora
-from sao_jax.parallel.params import path_names
+from sao_jax.parallel.params import path_name, path_names
 from sao_jax.report.metrics import read_metrics
 from sao_jax.training import loop, phases, replay, sft
 from sao_jax.training.consumed import Record
@@ -31,10 +36,17 @@ def full_config():
 
 
 def config_of():
-  """The same with factors of rank 2 and a router that is replayed."""
-  return training_toy.replace(
-    full_config(), model={"lora": LoRAConfig(rank=2, alpha=8.0)}, algorithm={"router_replay": True}
+  """The same with factors of rank 2, of rank 3 for a critic that reads log-probs, and a router that is replayed."""
+  config = training_toy.replace(
+    full_config(),
+    model={"lora": LoRAConfig(rank=2, alpha=8.0)},
+    algorithm={"router_replay": True, "critic_reads_logprobs": True},
   )
+  return dataclasses.replace(config, critic=CriticConfig(LoRAConfig(rank=3, alpha=6.0)))
+
+
+def with_full_critic(config):
+  return dataclasses.replace(config, critic=CriticConfig())
 
 
 @pytest.fixture
@@ -66,13 +78,43 @@ def test_the_base_stays_and_the_factors_train(finished):
   factors = [{name: tree[name] for name in ("a", "b")} for tree in (params["lora"], started)]
   moved = [np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, factors))]
   assert all(moved) and len(moved) == 2 * (4 + 3)
-  moments = {"/".join(str(k.key) for k in path) for path, _ in jax.tree_util.tree_leaves_with_path(mu_of(result))}
+  moments = moments_of(result.state.policy)
   assert moments == {f"lora/{name}" for name in path_names(factors[0])}
   assert {*path_names(imitated), "lora/scale"} == setup.make_learner(config).policy.frozen
 
 
-def mu_of(result):
-  return result.state.policy.opt_state[1][0].mu
+def moments_of(network):
+  return set(network.opt_state[1][0].mu)
+
+
+def test_a_critic_trains_its_factors_and_head_on_the_policys_base(finished):
+  """It has no base of its own, in memory or on disk. Attention's factors train in value pretraining, not in RL."""
+  config, workdir, result = finished
+  critic, learner = result.state.critic, setup.make_learner(config, tuple(jax.devices()[:1]))
+  factors = {f"lora/{name}" for name in path_names(critic.params["lora"]) if name != "scale"}
+  assert set(path_names(critic.params)) == {"value_head", "logprob_embed", "lora/scale"} | factors
+  of_attention = {name for name in factors if "/attention/" in name}
+  assert len(factors) == 2 * (4 + 3) and len(of_attention) == 2 * 4
+  assert moments_of(critic) == {"value_head", "logprob_embed"} | factors - of_attention
+
+  # Moved in each phase: everything that trains there, and nothing else.
+  started = fresh_critic(learner, load_params(workdir / "sft") | {"lora": learner_lora(learner)}, config.training.seed)
+  pretrained, trained = (load_params(workdir / phase, "critic") for phase in ("value_pretraining", "train"))
+  assert moved(started, pretrained) == {"value_head", "logprob_embed"} | factors
+  assert moved(pretrained, trained) == moments_of(critic)
+  assert not moved(trained, critic.params)
+  stored = lambda folder, item: sum(path.stat().st_size for path in (folder / item).rglob("*") if path.is_file())
+  (checkpoint,) = (folder for folder in (workdir / "train").iterdir() if folder.name == str(result.step))
+  assert stored(checkpoint, "critic") < 0.8 * stored(checkpoint, "policy")
+
+
+def learner_lora(learner):
+  return setup.init_policy_params(learner, learner.config.training.seed)["lora"]
+
+
+def moved(before, after):
+  pairs = zip(*(jax.tree_util.tree_leaves_with_path(jax.device_get(tree)) for tree in (before, after)), strict=True)
+  return {path_name(path) for (path, a), (_, b) in pairs if np.any(np.asarray(a) != np.asarray(b))}
 
 
 def test_the_whole_run_replayed_the_samplers_experts(finished):
@@ -103,6 +145,55 @@ def test_what_is_exported_is_merged(finished, tmp_path):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), exported, expected)
 
 
+def test_the_critic_is_exported_merged_onto_the_base(finished, tmp_path):
+  """As any critic: the trunk in the policy's format, and the file of its head."""
+  config, workdir, result = finished
+  (workdir / convert.RUN_CONFIG).write_text(json.dumps(config_tree.to_json(config)))
+  convert.to_hf(workdir / "train", tmp_path / "hf", network="critic")
+  state = jax.device_get(result.state)
+  expected = merge_lora(join_base(state.critic.params, state.policy.params), keep_dtype=True)
+  folder = HFFolder(tmp_path / "hf")
+  trunk = {name: spec for name, spec in critic_specs(config.model).items() if name != "value_head"}
+  exported = load_leaves(folder, folder.family.tensor_table(config.model, trunk), trunk, None)
+  heads = read_header(tmp_path / "hf" / "value_head.safetensors")
+  exported["value_head"] = heads["value_head.weight"].read().T
+  exported["logprob_embed"] = heads["logprob_embed.weight"].read()
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), exported, expected)
+  assert moved(exported["moe_layers"]["attention"], state.policy.params["moe_layers"]["attention"]) == {*"qkvo"}
+
+
+def test_another_kind_of_critic_is_refused(finished, tmp_path):
+  """A run that goes on, RL behind value pretraining, and a critic beside model.checkpoint; in both directions."""
+  config, workdir, _ = finished
+  full = with_full_critic(config)
+  as_it_was = r"(?s)critic/embed: expected float32.* no such array.*critic.lora.rank.*as LoRA: set it as it was"
+  with pytest.raises(ConfigError, match=as_it_was):
+    loop.train(full, workdir)
+  for folder in ("config.json", phases.VALUE_PRETRAINING):
+    (tmp_path / folder).symlink_to(workdir / folder)
+  with pytest.raises(ConfigError, match=as_it_was):
+    loop.train(full, tmp_path)
+
+  # A critic that trains in full, whose policy is the same.
+  beside = training_toy.replace(full, model={"checkpoint": str(workdir / "train")})
+  with pytest.raises(
+    ConfigError, match=r"(?s)the critic beside that policy does not fit: expected.*no such array.*critic.lora"
+  ):
+    phases.initial_state(beside, setup.make_learner(beside), tmp_path / "own", phases.value_pretraining(beside))
+  state = setup.abstract_state(setup.make_learner(full))
+  in_full = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
+  with Checkpointer(tmp_path / "full" / phases.TRAIN) as checkpointer:
+    checkpointer.save(1, in_full, {"rollouts": [], "policy_version": 0})
+  with pytest.raises(ConfigError, match=r"(?s)critic/.*critic.lora.rank.*in full: set critic.lora.rank=0"):
+    loop.train(config, tmp_path / "full")
+
+  # The same factors on a base of their own.
+  alone = training_toy.replace(config, model={"lora": LoRAConfig()})
+  specs = setup.make_learner(alone).critic.specs
+  with pytest.raises(ConfigError, match=r"(?s)critic/embed.*model.lora.rank is another.*a policy with LoRA"):
+    load_params(workdir / "train", "critic", setup.sharded_specs(specs, setup.make_learner(alone).layout))
+
+
 def test_another_scale_is_refused(finished, tmp_path):
   """Factors mean nothing without theirs: when a run goes on, and when another one, or an evaluation, starts on them."""
   config, workdir, _ = finished
@@ -115,6 +206,9 @@ def test_another_scale_is_refused(finished, tmp_path):
   elsewhere = training_toy.replace(other, model={"checkpoint": str(workdir / "train")})
   with pytest.raises(ConfigError, match=message):
     sft.sft(elsewhere, tmp_path)
+  scaled = dataclasses.replace(config, critic=CriticConfig(LoRAConfig(rank=3, alpha=3.0)))
+  with pytest.raises(ConfigError, match="critic.lora.alpha: 3.0 was set, the factors in the checkpoint belong to 6"):
+    loop.train(scaled, workdir)
 
 
 def test_a_deterministic_run_with_replay_goes_on_and_is_replayed_identically(one_device, tmp_path):
@@ -140,7 +234,7 @@ def test_a_deterministic_run_with_replay_goes_on_and_is_replayed_identically(one
 
 def test_a_critic_starts_from_the_merged_policy(one_device, tmp_path):
   """Also when SFT has trained the factors before."""
-  config = config_of()
+  config = with_full_critic(config_of())
   params = sft.sft(config, tmp_path)
   learner = setup.make_learner(config)
   state = phases.initial_state(config, learner, tmp_path, phases.value_pretraining(config))

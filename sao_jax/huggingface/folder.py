@@ -120,6 +120,8 @@ def _check_quantization(fields: dict[str, Any]) -> None:
   quantization = fields.get("quantization_config")
   if quantization is None:
     return
+  if not isinstance(quantization, dict):
+    raise ConfigError("config.json quantization_config", f"{quantization!r} is not an object.", "Mend the file.")
   method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
   if method != "fp8" or block != [FP8_BLOCK, FP8_BLOCK]:
     raise ConfigError(

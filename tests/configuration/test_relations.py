@@ -82,6 +82,7 @@ def test_the_defaults_are_valid():
 
 
 # Group-relative advantages, as they work.
+STRETCHED = {"model.max_positions": 64, "model.yarn.original_positions": 64, "model.yarn.factor": 4.0}
 GRPO = {
   "algorithm.advantage": "grpo",
   "algorithm.critic_warmup_steps": 0,
@@ -145,6 +146,7 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
       "model.router=sigmoid",
     ),
     ({"model.max_positions": 64}, "sampler.context_length", "meant for 64", "model.yarn"),
+    (STRETCHED | {"model.yarn.factor": 3.9}, "sampler.context_length", "meant for 249", "max_position_embeddings"),
     ({"sampler.temperature": 0.0}, "sampler.temperature", "temperature 0", "above 0"),
     ({"sampler.top_p": 0.8}, "sampler.top_p", "top_p=0.8", "sampler.top_p=1"),
     ({"sampler.top_k": 40}, "sampler.top_k", "top_k=40", "sampler.top_k=0"),
@@ -231,6 +233,7 @@ def test_evaluation_may_filter_and_be_greedy(overrides):
     {"algorithm.epsilon_low": 1.0},
     {"sampler.prefill_buckets": (16,)},  # longer prompts are written in pieces
     {"model.vocab_size": 512},
+    STRETCHED,  # 64 positions, times four
     GRPO,
     GRPO | {"algorithm.truncation": "mask"},
     GRPO | {"algorithm.whiten_advantages": False},

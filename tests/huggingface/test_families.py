@@ -186,6 +186,20 @@ def test_the_form_of_transformers_5():
   assert from_hf_config(replaced(QWEN3, layer_types=["full_attention"] * 28)) == from_hf_config(QWEN3)
 
 
+def test_fields_of_tools_change_nothing():
+  tools = {"unsloth_version": "2026.1", "auto_map": {}, "id2label": {"0": "a"}, "num_labels": 1, "temperature": 0.6}
+  for fields in FOLDERS.values():
+    assert from_hf_config(fields | tools) == from_hf_config(fields)
+
+
+def test_a_context_may_be_as_long_as_yarn_makes_it():
+  """The card of Qwen3: 40,960 positions in the file, 32,768 times four by YaRN."""
+  card = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+  model = from_hf_config(QWEN3 | {"rope_scaling": card})
+  assert (model.max_positions, model.longest_context) == (40_960, 131_072)
+  assert from_hf_config(QWEN3).longest_context == 40_960
+
+
 def test_yarn():
   scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
   config = from_hf_config(QWEN3 | {"rope_scaling": scaling})
@@ -217,6 +231,19 @@ REFUSED = {
   "no experts": (GLM, {"n_routed_experts": 0}, "n_routed_experts = 0"),
   "softmax": (GLM, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
   "unknown": (QWEN3, {"layer_scale": 2.0}, "layer_scale is not known"),
+  "a string for an object": (QWEN3, {"rope_scaling": "yarn"}, "rope_scaling = 'yarn' is not an object"),
+  "a string for a number": (QWEN3, {"head_dim": "128"}, "head_dim = '128' is not a whole number"),
+  "true for a number": (QWEN3, {"num_hidden_layers": True}, "num_hidden_layers = True is not a whole number"),
+  "a number for false": (QWEN3, {"tie_word_embeddings": 0}, "tie_word_embeddings = 0 is not true or false"),
+  "no number": (QWEN3, {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan is not a finite number"),
+  "less than none": (GLM, {"n_shared_experts": -1}, "n_shared_experts = -1 is not at least 0"),
+  "a string for a list": (QWEN3_MOE, {"mlp_only_layers": "0"}, "mlp_only_layers = '0' is not a list"),
+  "a list of strings": (
+    QWEN3_MOE,
+    {"mlp_only_layers": ["0"]},
+    "mlp_only_layers = ['0'] is not a list of whole numbers",
+  ),
+  "null": (QWEN3, {"hidden_size": None}, "hidden_size = None is not a whole number"),
 }
 
 

@@ -63,7 +63,8 @@ def test_fast_frequencies_stay_slow_ones_are_divided_and_between_them_both_are_m
 
 def test_the_attention_factor_scales_cosine_and_sine():
   positions = jnp.arange(8, dtype=jnp.int32)[None]
-  for yarn, factor in ((YARN, 1.1386294361119891), (dataclasses.replace(YARN, attention_factor=0.75), 0.75)):
+  scaled = ((dataclasses.replace(YARN, attention_factor=0.75), 0.75), (YarnConfig(attention_factor=0.75), 0.75))
+  for yarn, factor in ((YARN, 1.1386294361119891), *scaled):
     cos, sin = (np.asarray(part, np.float64) for part in rope_table(positions, 16, 1e4, yarn))
     angles = np.arange(8)[:, None] * np.asarray(rope_frequencies(16, 1e4, yarn), np.float64)
     np.testing.assert_allclose(cos[0], factor * np.cos(angles), atol=1e-5)

@@ -17,6 +17,7 @@ _REFUSED = object()  # as the meaning of null: it has none
 
 _LARGEST = {int: 2**31, float: 1e300}
 _KINDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string", tuple: "a list"}
+_PLURALS = {int: "whole numbers", str: "strings"}
 
 
 class Declared(NamedTuple):
@@ -59,6 +60,7 @@ class Fields:
     default: Any = _OF_THE_FAMILY,
     *,
     kind: type | None = None,
+    items: type = str,
     null: Any = _REFUSED,
     least: int | None = None,
     aliases: tuple[str, ...] = (),
@@ -71,6 +73,7 @@ class Fields:
       name: of the field.
       default: its value where the file does not have it; left out: that of the family's table.
       kind: int, float, bool, str or tuple; None: that of the default.
+      items: the kind of the entries of a list.
       null: the meaning of null. Without it null is refused, unless the default is None or an empty list.
       least: bound of a number; None: 1 for whole ones; a float must be positive.
       aliases: other names for the field; where several are given the last one counts, as in transformers.
@@ -92,6 +95,8 @@ class Fields:
     # A value of the right kind.
     kind = kind or (str if default is MISSING else type(default))
     problem = _problem(value, kind, least)
+    if kind is tuple and not problem and any(_problem(item, items, 0) for item in value):
+      problem = f"a list of {_PLURALS[items]}"
     if problem:
       self._problems.append(f"{self._prefix}{given[-1]} = {value!r} is not {problem}")
       return _placeholder(kind) if default in (MISSING, None) else default
@@ -121,6 +126,7 @@ class Fields:
   def finish(self, model_type: str) -> None:
     """Raises ConfigError, listing all fields that are missing, unknown or not implemented."""
     self.irrelevant(*IGNORED)
+    self.only("is_encoder_decoder", False)
     problems = self._problems + self._unknown()
     if problems:
       raise ConfigError(

@@ -18,6 +18,7 @@ _IMPLEMENTATION = (
 # What a call returns, training losses of others, and heads of classifiers.
 _CALLS = (
   *("return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "router_aux_loss_coef"),
+  "tie_last_hidden_states",
   *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
 )
 

@@ -73,7 +73,7 @@ def read(fields: Fields) -> dict[str, Any]:
 
 def read_dense_layers(fields: Fields, num_layers: int) -> int:
   """Returns the number of layers without experts, which must be the first ones."""
-  step, listed = fields.take("decoder_sparse_step"), fields.take("mlp_only_layers")
+  step, listed = fields.take("decoder_sparse_step"), fields.take("mlp_only_layers", items=int)
   dense = [layer for layer in range(num_layers) if layer in listed or (layer + 1) % step]
   if dense != list(range(len(dense))):
     name, value = ("mlp_only_layers", list(listed)) if step == 1 else ("decoder_sparse_step", step)

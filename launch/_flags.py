@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from launch import EXIT_INTERRUPTED, _compilation_cache
-from launch._processes import FULL, define_flags, joined, joining_of
+from launch._processes import FULL, define_flags, flag_value, joined, joining_of, tell
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree, field_values
 from sao_jax.configuration.listing import listing
@@ -32,7 +32,7 @@ from sao_jax.configuration.module_file import load_module
 from sao_jax.configuration.paths import check_readable, check_storable, expand, in_bucket, located
 from sao_jax.configuration.relations import validate
 from sao_jax.configuration.run_record import check_viewed, read_config
-from sao_jax.errors import EXIT_BAD_INPUT, EXIT_FAILURE, ConfigError, RunError
+from sao_jax.errors import EXIT_BAD_INPUT, EXIT_FAILURE, ConfigError, ProcessFailed, RunError
 from sao_jax.huggingface.pretrained import with_folder_shape
 from sao_jax.interrupt import Interrupted
 from sao_jax.parallel.process import Joining
@@ -98,14 +98,15 @@ def run(
     made = not in_bucket(workdir) and not os.path.lexists(workdir)
     check_writable(workdir)
   except ConfigError as error:
-    refuse(error)
+    refuse(error, joins=True)
 
   # What absl sets up for a program comes first: logging, and the report of an exception that nobody expected.
   def start(_: Sequence[str]) -> None:
+    sys.excepthook = sys.__excepthook__  # from here on `joined` tells the others
     set_up_logging()
     _compilation_cache.enable()
     try:
-      with joined(given.joining, _said):
+      with joined(given.joining, _said, flags.FLAGS.join_timeout):
         if configured:
           with _removed_if_refused(workdir if made else None):
             validate(config, training=training)
@@ -147,12 +148,13 @@ def run_tool(main: Callable[[], Any], *, example: str, joins: bool = False) -> N
     read_flags(sys.argv, flags.FLAGS, example)
     place = joining_of(flags.FLAGS) if joins else None
   except ConfigError as error:
-    refuse(error)
+    refuse(error, joins=joins)
 
   def start(_: Sequence[str]) -> None:
+    sys.excepthook = sys.__excepthook__  # from here on `joined` tells the others
     set_up_logging()
     try:
-      with joined(place, _said) if place else contextlib.nullcontext():
+      with joined(place, _said, flags.FLAGS.join_timeout) if place else contextlib.nullcontext():
         main()
     except (ConfigError, RunError, OSError) as error:
       status = _said(error)
@@ -184,7 +186,7 @@ def _said(error: BaseException) -> int | None:
   elif not isinstance(error, RunError):
     return None
   sys.stderr.write(f"error: {text}\n")
-  return EXIT_FAILURE
+  return error.status if isinstance(error, ProcessFailed) else EXIT_FAILURE
 
 
 def leave(status: int) -> None:
@@ -230,7 +232,7 @@ def read(
   flags.DEFINE_string("profile_steps", None, "Sets training.profile_steps, as in 10,12.", flag_values=flag_values)
   define_flags(flag_values)
   app.define_help_flags()
-  path = _flag_value(argv, "config")
+  path = flag_value(argv, "config")
   if _asks_for_help(argv):
     _show_help(argv[:1], flag_values, RunConfig(environment=None) if path is None else load_config(path))
   unchanged = load_config(path) if path is not None else _recorded(argv, viewing=viewing, configured=configured)
@@ -250,7 +252,7 @@ def read(
 
 def _recorded(argv: Sequence[str], *, viewing: bool, configured: bool) -> RunConfig:
   """The configuration of the run in --workdir. Raises ConfigError when --config is needed."""
-  workdir = _flag_value(argv, "workdir")
+  workdir = flag_value(argv, "workdir")
   if not (viewing and workdir):
     raise ConfigError("--config", "it is missing.", f"Pass one, as in --config={_configs()[0]}.")
   if in_bucket(workdir):
@@ -360,16 +362,6 @@ def read_flags(argv: Sequence[str], flag_values: flags.FlagValues, example: str)
     raise ConfigError("command line", f"unexpected {left_over[0]!r}.", f"Flags begin with --, as in {example}.")
 
 
-def _flag_value(argv: Sequence[str], flag: str) -> str | None:
-  """Looks for `--FLAG=VALUE` or `--FLAG VALUE`: the file must be known before its fields can be read."""
-  found = None
-  for index, argument in enumerate(argv):
-    name, given, value = argument.partition("=")
-    if name in (f"--{flag}", f"-{flag}"):
-      found = value if given else "".join(argv[index + 1 : index + 2])
-  return found
-
-
 def _take_overrides(argv: Sequence[str], config: RunConfig) -> tuple[dict[str, Any], list[str]]:
   """Splits off `--config.PATH=VALUE`, `--config.PATH VALUE`, and `--config.PATH` or `--noconfig.PATH` of booleans."""
   annotations = {path: annotation for path, _, annotation in config_tree.leaves(config_tree.filled(config))}
@@ -444,7 +436,12 @@ def _is_told(record: python_logging.LogRecord) -> bool:
   return record.name != "asyncio" or not _LIBRARY.search(record.getMessage())
 
 
-def refuse(error: ConfigError) -> None:
-  """Ends the program with the error on standard error and the exit status of bad input."""
+def refuse(error: ConfigError, *, joins: bool = False) -> None:
+  """Ends the program with the error on standard error and the exit status of bad input.
+
+  With `joins` the other processes are told, with which this one would have run it.
+  """
   sys.stderr.write(f"error: {error}\n")
+  if joins:
+    tell(sys.argv, error, EXIT_BAD_INPUT)
   sys.exit(EXIT_BAD_INPUT)

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -18,10 +18,11 @@ from absl import flags, logging
 
 from launch import stop
 from sao_jax import interrupt
-from sao_jax.errors import EXIT_FAILURE
+from sao_jax.errors import EXIT_FAILURE, ConfigError
 from sao_jax.parallel.agreement import Processes, ProcessFailed, all_processes
-from sao_jax.parallel.process import Joining, initialize_processes, joining, leave_processes
-from sao_jax.parallel.watch import leave_failed, watched
+from sao_jax.parallel.process import JOIN_SECONDS, Joining, join_processes, joining, leave_processes, tell_of_failure
+from sao_jax.parallel.slow_abort import slow_abort
+from sao_jax.parallel.watch import deaths_watched, leave_failed, watched
 
 FULL = errno.ENOSPC, errno.EDQUOT  # what a full disk says
 
@@ -37,6 +38,8 @@ def define_flags(flag_values: flags.FlagValues) -> None:
   flags.DEFINE_integer(
     "process_id", None, "This one among them, from 0 on; or JAX_PROCESS_ID.", flag_values=flag_values
   )
+  text = "Seconds to wait for the others at the start."
+  flags.DEFINE_float("join_timeout", JOIN_SECONDS, text, lower_bound=1.0, flag_values=flag_values)
 
 
 def joining_of(flag_values: flags.FlagValues) -> Joining | None:
@@ -44,8 +47,26 @@ def joining_of(flag_values: flags.FlagValues) -> Joining | None:
   return joining(*(flag_values[flag].value for flag in FLAGS))
 
 
+def flag_value(argv: Sequence[str], flag: str) -> str | None:
+  """Looks for `--FLAG=VALUE` or `--FLAG VALUE`: the file must be known before its fields can be read."""
+  found = None
+  for index, argument in enumerate(argv):
+    name, given, value = argument.partition("=")
+    if name in (f"--{flag}", f"-{flag}"):
+      found = value if given else "".join(argv[index + 1 : index + 2])
+  return found
+
+
+def tell(argv: Sequence[str], error: BaseException, status: int) -> None:
+  """Tells the other processes of a run that a command has failed here before it joined, if it names any."""
+  with contextlib.suppress(ConfigError):  # it does not say which of them it is
+    tell_of_failure(joining(*(flag_value(argv, flag) for flag in FLAGS)), error, status)
+
+
 @contextlib.contextmanager
-def joined(place: Joining | None, say: Callable[[BaseException], int | None] = lambda error: None) -> Iterator[None]:
+def joined(
+  place: Joining | None, say: Callable[[BaseException], int | None] = lambda error: None, seconds: float = JOIN_SECONDS
+) -> Iterator[None]:
   """Joins the other processes, and leaves together with them.
 
   What ends this process before the others are done is told to them, whatever it is, so that none waits for it, and all
@@ -55,14 +76,17 @@ def joined(place: Joining | None, say: Callable[[BaseException], int | None] = l
   Args:
     place: of this process; None where jax finds the others itself, or there are none.
     say: says what an error means, and returns the exit status; None for one that nobody expected.
+    seconds: to wait for the others at the start.
   """
-  initialize_processes(*(place or ()))
+  lines = join_processes(place, seconds)
   processes = all_processes()
   if processes.count == 1:
     yield
     return
 
-  with watched(processes, functools.partial(_end_with, processes)), _signals_are_told(processes):
+  slow_abort()
+  end = functools.partial(_end_with, processes)
+  with watched(processes, end), deaths_watched(processes, lines, _end_without_store), _signals_are_told(processes):
     try:
       yield
       processes.gather("the end of the program", None)  # jax would wait for those that still work a minute only
@@ -96,6 +120,16 @@ def _end_with(processes: Processes, error: BaseException, status: int | None = N
     if first is not None and first.process != processes.index and not isinstance(error, ProcessFailed):
       logging.error("%s", first)
   leave_failed(processes)
+  _exit(status)
+
+
+def _end_without_store(error: ProcessFailed) -> NoReturn:
+  """Ends this process because the one that keeps the store of all has died: nobody can be told."""
+  logging.error("%s The same command goes on from the newest checkpoint.", error)
+  _exit(error.status)
+
+
+def _exit(status: int) -> NoReturn:
   logging.flush()
   for stream in (sys.stdout, sys.stderr):
     stream.flush()

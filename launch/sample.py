@@ -16,6 +16,7 @@ from sao_jax.configuration.paths import located
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation import fixed_policy
 from sao_jax.learner import sampler_side, setup
+from sao_jax.parallel.agreement import shared_stop
 from sao_jax.report.episode_samples import episode_segments
 from sao_jax.training import phases
 
@@ -47,11 +48,13 @@ def main(config: RunConfig, workdir: str) -> None:
     return  # of several processes, those that sample show it
   with (
     learner.processes.busy(),
-    interrupt.Interrupt() as stop,
+    interrupt.Interrupt() as own_stop,
     sampler_side.make_service(config, params, seed=config.training.seed, version=version) as service,
   ):
+    stop = shared_stop(own_stop, learner.processes)
     if learner.devices.follows:
-      return  # when the process that leads its sampler has done
+      service.wait(lambda: stop.requested)  # for the process that leads its sampler
+      return
     trajectories, failures = fixed_policy.run_episodes(
       config, service, [prompts[_PROMPT.value]], temperature=_TEMPERATURE.value, interrupt=stop
     )

@@ -19,3 +19,16 @@ class RunError(RuntimeError):
 
   Programs show the message without a traceback, as the last thing that they say.
   """
+
+
+class ProcessFailed(RunError):
+  """Another process has failed, or shows no sign of life; its own log says more.
+
+  Attributes:
+    process: which one.
+    status: its exit status, which is that of all.
+  """
+
+  def __init__(self, message: str, process: int = 0, status: int = EXIT_FAILURE):
+    super().__init__(message)
+    self.process, self.status = process, status

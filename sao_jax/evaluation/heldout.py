@@ -79,7 +79,8 @@ def evaluate(
     config: the run's configuration.
     params: policy parameters on the sampler's devices; they must stay alive until this returns.
     version: their policy version.
-    interrupt: ends it when the process is asked to stop.
+    interrupt: ends it when the process is asked to stop; one that only follows tells its leader by it, see
+      `SharedStop`.
     service: a started sampler whose slots it shares, with these weights whatever is published; None: one of its own.
     share: of the prompts, which the processes that sample divide; of one without a share nothing is wanted. See
       `merged`.
@@ -95,8 +96,8 @@ def evaluate(
   settings = config.evaluation
   if not share.brings:
     if service is None and place(config).follows:  # samples for the process that leads its sampler
-      with make_service(config, params, seed=settings.seed, version=version):
-        pass
+      with make_service(config, params, seed=settings.seed, version=version) as follower:
+        follower.wait(lambda: interrupt is not None and interrupt.requested)  # which tells the others
     return Evaluation(success(0, 0, settings.confidence), float("nan"), float("nan"), 0, version, [])
   source = config.environment.prompts(config.environment.tokenizer(), "heldout", settings.seed)
   if len(source) < settings.prompts:

@@ -6,7 +6,7 @@ process, which all of them get. On one process it costs nothing.
 
 * Decisions are numbered, and have names: processes that decide different things at the same time are told so.
 * A process that waits for others looks for those that have failed, and says why they did. One that shows no sign of
-  life for a long time is an error; one that is dead is found by jax itself, which ends the others.
+  life for a long time is an error; one that is dead is found by who watches over all, or by jax, which ends the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import jax
 
 from sao_jax.background import beside
-from sao_jax.errors import EXIT_BAD_INPUT, EXIT_FAILURE, ConfigError, RunError
+from sao_jax.errors import EXIT_BAD_INPUT, EXIT_FAILURE, ConfigError, ProcessFailed, RunError
 from sao_jax.interrupt import StopSignal
 from sao_jax.parallel.process import own_address
 
@@ -45,19 +45,6 @@ class Store(Protocol):
 
 class Disagreement(RunError):
   """Processes that decided different things, where all must decide the same."""
-
-
-class ProcessFailed(RunError):
-  """Another process has failed, or shows no sign of life; its own log says more.
-
-  Attributes:
-    process: which one.
-    status: its exit status, which is that of all.
-  """
-
-  def __init__(self, message: str, process: int = 0, status: int = 1):
-    super().__init__(message)
-    self.process, self.status = process, status
 
 
 class Processes:
@@ -227,10 +214,12 @@ class Processes:
       self.noticed = True
       if status is None:
         status = EXIT_BAD_INPUT if isinstance(error, ConfigError) else EXIT_FAILURE
-      text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-      entry = {"process": self.index, "text": text[:2000], "status": status}
-      with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first, or the store is gone
-        self._store.key_value_set(f"{_ROOT}/failure/first", json.dumps(entry))
+      self._fail(self.index, error if isinstance(error, str) else f"{type(error).__name__}: {error}", status)
+
+  def lose(self, other: int) -> None:
+    """Tells all that another process has died."""
+    self._fail(other, "it has died without a word", EXIT_FAILURE)
+    self._go(other)
 
   def failure(self) -> ProcessFailed | None:
     """Returns the first failure of all, that of this process too; None as long as there is none."""
@@ -243,8 +232,7 @@ class Processes:
   def go(self) -> None:
     """Says that this process takes part in nothing any more: it has failed, and ends."""
     if self.count > 1:
-      with contextlib.suppress(jax.errors.JaxRuntimeError):
-        self._store.key_value_set(f"{_ROOT}/gone/{self.index}", "", allow_overwrite=True)
+      self._go(self.index)
 
   def gone(self) -> set[int]:
     """The other processes that have said so."""
@@ -327,6 +315,15 @@ class Processes:
     """The signals of one kind, by process."""
     entries = self._store.key_value_dir_get(f"{_ROOT}/{folder}/")
     return {int(key.rpartition("/")[2]): text for key, text in entries}
+
+  def _fail(self, index: int, text: str, status: int) -> None:
+    entry = {"process": index, "text": text[:2000], "status": status}
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first, or the store is gone
+      self._store.key_value_set(f"{_ROOT}/failure/first", json.dumps(entry))
+
+  def _go(self, index: int) -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      self._store.key_value_set(f"{_ROOT}/gone/{index}", "", allow_overwrite=True)
 
   def _sign(self) -> None:
     """Shows that this process lives, now and then."""

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax
 from absl import logging
 
-from sao_jax.errors import ConfigError, RunError
+from sao_jax.errors import ConfigError, ProcessFailed, RunError
+from sao_jax.parallel.roll_call import TELL_SECONDS, Lines, call_roll
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "--coordinator", "--num_processes", "--process_id"
 VARIABLES = {
@@ -133,16 +134,25 @@ def initialize_processes(
 
   Raises:
     ConfigError: the arguments or variables are incomplete or contradictory.
-    RunError: the others were not found in time.
+    RunError: the others were not found in time, or one of them cannot come.
   """
+  join_processes(joining(coordinator, num_processes, process_id)).close()
+
+
+def join_processes(place: Joining | None = None, seconds: float = JOIN_SECONDS) -> Lines:
+  """Joins as `initialize_processes` does, and returns connections that tell of the death of others.
+
+  Args:
+    place: what `joining` has found; None: what it finds in variables, or jax by itself.
+    seconds: to wait for the others.
+  """
+  place = place or joining()
+
   # Where there are no others nothing is started.
-  if jax.distributed.is_initialized():
-    return
-  place = joining(coordinator, num_processes, process_id)
-  if place is None and not _detected():
-    return
+  if jax.distributed.is_initialized() or (place is None and not _detected()):
+    return Lines()
   if place is not None and place.num_processes == 1:
-    return  # nobody to join
+    return Lines()  # nobody to join
 
   # Stopping is agreed on by the run itself: jax's own service would take the signals.
   jax.config.update("jax_enable_preemption_service", False)
@@ -152,6 +162,9 @@ def initialize_processes(
   # Within a program, collectives over different axes run at the same time. With as many threads as there are cores,
   # some could take them all, on another process others, and all would wait for ever.
   os.environ.setdefault("PJRT_NPROC", CPU_THREADS)
+
+  place = place or _jax_place(seconds)
+  lines = Lines() if place is None else _call_roll(place, seconds)
   options = {} if place is None else {"coordinator_bind_address": _bind_address(place.coordinator)}
   try:
     jax.distributed.initialize(
@@ -163,11 +176,41 @@ def initialize_processes(
     )
   except jax.errors.JaxRuntimeError as error:
     own = "" if place is None else f"Process {place.process_id} of {place.num_processes} at {place.coordinator}: "
-    raise RunError(
-      f"{own}the processes of the run did not find each other in {JOIN_SECONDS} s ({error}). Start all of them, each "
-      "with its own number, with the address of process 0 and a port there that is free."
-    ) from error
+    raise RunError(f"{own}jax could not join the processes of the run ({error}).") from error
   logging.info("Process %d of %d.", jax.process_index(), jax.process_count())
+  return lines
+
+
+def tell_of_failure(place: Joining | None, error: BaseException, status: int) -> None:
+  """Lets the others know that this process has failed before it joined, so that none waits for it.
+
+  Takes as long as they need to come, and a minute at most. Does nothing where there are no others.
+  """
+  place = place or (_jax_place(TELL_SECONDS) if _detected() else None)
+  if place is None or place.num_processes == 1:
+    return
+  message = f"Process {place.process_id} has failed before all had joined ({type(error).__name__}: {error})."
+  with contextlib.suppress(RunError):
+    _call_roll(place, TELL_SECONDS, ProcessFailed(message, place.process_id, status))
+
+
+def _call_roll(place: Joining, seconds: float, failure: ProcessFailed | None = None) -> Lines:
+  loopback = _bind_address(place.coordinator) is not None
+  return call_roll(place.coordinator, *place[1:], seconds, loopback=loopback, failure=failure)
+
+
+def _jax_place(seconds: float) -> Joining | None:
+  """The place that jax detects; None if it detects none, or does so in another way than the version that is known."""
+  from jax._src import clusters  # there is no public name
+
+  detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+  address = os.environ.get(VARIABLES[COORDINATOR])
+  try:
+    place = detect(address, None, None, None, None, int(seconds))[:3]
+  except (KeyError, TypeError) as error:
+    logging.info("There is no roll call before jax joins the processes: %r", error)
+    return None
+  return None if None in place else Joining(*place)
 
 
 def leave_processes(seconds: float = LEAVE_SECONDS) -> None:

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from sao_jax.background import beside
 from sao_jax.parallel.agreement import RESCUE_SECONDS, Processes, ProcessFailed
+from sao_jax.parallel.roll_call import Lines
 
 EVERY = 1.0  # seconds between two looks
 GRACE = 5.0  # seconds to end by itself, for a process whose partners have gone
@@ -64,6 +66,34 @@ def watched(
     yield
   finally:
     ended.set()
+
+
+@contextlib.contextmanager
+def deaths_watched(
+  processes: Processes, lines: Lines, end: Callable[[ProcessFailed], None], *, every: float = EVERY / 5
+) -> Iterator[None]:
+  """Tells all others at once when one of them has died, by its connection to process 0.
+
+  When process 0 has, which keeps the store of all, this calls `end` instead, in a thread of its own.
+
+  Args:
+    processes: all of them.
+    lines: the connections; closed at the end of the block.
+    end: ends this process, without the store.
+    every: seconds between two looks if the watch is over.
+  """
+
+  def watch(ended: threading.Event) -> None:
+    while not ended.is_set():
+      lost = lines.lost(every)
+      if lost is not None and not ended.is_set() and processes.is_writer:
+        processes.lose(lost)
+      elif lost is not None and not ended.is_set() and not processes.noticed:
+        end(ProcessFailed("Process 0 has died without a word: its own log may say more.", lost))
+
+  with beside(watch, "watch over deaths"):
+    yield
+  lines.close()
 
 
 def leave_failed(processes: Processes, *, seconds: float = 2 * GRACE) -> None:

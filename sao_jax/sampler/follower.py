@@ -86,13 +86,18 @@ class FollowingService:
     self._thread.start()
     return self
 
-  def stop(self) -> None:
-    """Waits for the end of the plan, which is the leader's `stop`."""
+  def wait(self, look: Callable[[], object] = lambda: None) -> None:
+    """Waits for the end of the plan, which is the leader's `stop`, or a fault; calls `look` now and then."""
     with self._changed:
       self._stopping = True
       self._changed.notify_all()
     while self._thread.is_alive() and self._ended is None:
       self._thread.join(POLL)
+      look()
+
+  def stop(self) -> None:
+    """Waits for the end of the plan, and takes leave of the leader."""
+    self.wait()
     if self._ended is None:
       self._channel.close()
     else:

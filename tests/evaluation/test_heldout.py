@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -23,6 +24,8 @@ from sao_jax.parallel.agreement import SharedStop
 from sao_jax.parallel.process import DataShare
 from sao_jax.report.metrics import read_metrics
 from sao_jax.report.success_rate import success
+from sao_jax.sampler.engine import Engine
+from sao_jax.sampler.follower import FollowingService
 from sao_jax.sampler.requests import GenerateRequest
 from sao_jax.training import loop, phases
 
@@ -59,6 +62,19 @@ def test_the_numbers_of_an_evaluation_have_their_names():
     "heldout_ungraded": 2,
     "heldout_skipped": 0,
   }
+
+
+def test_one_that_only_follows_tells_its_leader_of_a_signal(monkeypatch):
+  told = threading.Event()
+  stop = mock.Mock()
+  type(stop).requested = mock.PropertyMock(side_effect=told.set)
+  channel = mock.Mock()
+  channel.receive.side_effect = lambda: told.wait(10) and None  # the leader ends once it knows
+  service = FollowingService(mock.Mock(spec=Engine, version=0, params={}), channel)
+  monkeypatch.setattr(heldout, "place", lambda config: mock.Mock(follows=True))
+  monkeypatch.setattr(heldout, "make_service", lambda *arguments, **options: service)
+  assert evaluate(make_config(), None, 0, stop, share=DataShare(None, 1)).success.trials == 0
+  assert told.is_set() and channel.close.called
 
 
 def test_training_goes_on_while_a_version_is_evaluated(tmp_path, monkeypatch):

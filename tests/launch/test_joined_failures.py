@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 from toys import processes
-from toys.paths import TESTS
+from toys.paths import REPOSITORY, TESTS
 
 SECONDS = 60.0  # far below what a library's barrier, or jax, would wait
 
@@ -43,3 +46,24 @@ def test_one_with_nothing_to_do_stays_until_all_are_done(tmp_path):
   ended = end_of("idle", tmp_path)
   assert [status for status, _ in ended] == [0, 0], ended
   assert ended[1][1].endswith("done\n")
+
+
+@pytest.mark.timeout(300)
+def test_one_that_keeps_the_store_of_all_is_killed_and_the_others_say_so_last(tmp_path):
+  ended = end_of("killed", tmp_path)
+  assert [status for status, _ in ended] == [-signal.SIGKILL, 1], ended
+  assert "Process 0 has died without a word" in ended[1][1].splitlines()[-1]
+
+
+def test_bad_input_of_one_before_they_have_joined_ends_all():
+  command = ["-m", "launch.convert_hf"]
+  variables = processes.joining_variables(2, 1)
+  options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": REPOSITORY}
+  started = [
+    subprocess.Popen([sys.executable, *command, *flags], env=each, **options)
+    for each, flags in zip(variables, (["--hf=a", "--output=b"], ["--nix=1"]), strict=True)
+  ]
+  outputs = [process.communicate(timeout=SECONDS)[0] for process in started]
+  assert [process.returncode for process in started] == [2, 2], outputs
+  assert outputs[0].startswith("error: Process 1 has failed before all had joined (ConfigError: ")
+  assert ["nix" in output and "Traceback" not in output for output in outputs] == [True, True]

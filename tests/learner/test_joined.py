@@ -19,7 +19,7 @@ THREE_STEPS, FIVE_STEPS = [[16, 32]] * 3, [[16, 32]] * 4 + [[16, 16]]
 @pytest.fixture(scope="module")
 def alone():
   """What one process has after three steps, and after five."""
-  return train_steps({"fsdp": 4}, 3, 5, devices=tuple(jax.devices()[:4]))
+  return train_steps({"fsdp": 4}, 3, 5, devices=tuple(jax.devices()[:4]), heldout=True)
 
 
 def joined(folder, count, devices, *runs):
@@ -40,12 +40,14 @@ def assert_equal(result, expected, shapes):
 @pytest.mark.timeout(600)
 def test_two_processes_equal_one_also_where_every_row_lies_on_both(tmp_path, alone):
   after_three, after_five = alone
-  own_rows, shared_rows = joined(tmp_path, 2, 2, ({"data": 2, "fsdp": 2}, 5), ({"fsdp": 1, "context": 4}, 3))
+  own_rows, shared_rows = joined(
+    tmp_path, 2, 2, ({"data": 2, "fsdp": 2}, 5, True), ({"fsdp": 1, "context": 4}, 3, False)
+  )
   assert_equal(own_rows, after_five, FIVE_STEPS)
   assert_equal(shared_rows, after_three, THREE_STEPS)
 
 
 @pytest.mark.timeout(600)
 def test_four_processes_equal_one_with_a_row_on_two_of_them(tmp_path, alone):
-  (result,) = joined(tmp_path, 4, 1, ({"fsdp": 2, "tensor": 2}, 3))
+  (result,) = joined(tmp_path, 4, 1, ({"fsdp": 2, "tensor": 2}, 3, False))
   assert_equal(result, alone[0], THREE_STEPS)

@@ -92,7 +92,11 @@ def test_a_process_joins_where_there_are_others(monkeypatch, variables, joins):
     monkeypatch.setenv(name, value)
   monkeypatch.setattr(jax.distributed, "initialize", lambda *place, **options: joined.append((place, options)))
   monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+  called, detected = [], Joining("a:8476", 2, 1) if joins and variables is not VARIABLES else None
+  monkeypatch.setattr(process, "_jax_place", lambda seconds: detected)
+  monkeypatch.setattr(process, "call_roll", lambda *place, **options: called.append(place) or process.Lines())
   initialize_processes()
+  assert [place[:3] for place in called] == ([(ADDRESS, 4, 3) if variables is VARIABLES else detected] * joins)
   assert len(joined) == joins
   if variables is VARIABLES:
     ((place, options),) = joined
@@ -102,3 +106,18 @@ def test_a_process_joins_where_there_are_others(monkeypatch, variables, joins):
 
 def test_the_loopback_is_left_to_itself():
   assert process._bind_address("127.0.0.1:99") == "127.0.0.1:99" and process._bind_address(ADDRESS) is None
+
+
+def test_what_jax_detects_has_a_roll_call_too(monkeypatch):
+  for name, value in {
+    "SLURM_JOB_ID": "70001",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+  }.items():
+    monkeypatch.setenv(name, value)
+  place = process._jax_place(1)
+  assert place.coordinator.startswith("node1:") and place[1:] == (2, 1)
+  monkeypatch.delenv("SLURM_PROCID")
+  assert process._jax_place(1) is None

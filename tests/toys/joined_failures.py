@@ -2,6 +2,7 @@
 
 * `damage`: a part of the newest checkpoint, then a full disk while the other has begun to save.
 * `interrupt`: a second Ctrl-C, while the other looks at nothing.
+* `killed`: SIGKILL, of process 0 while the other sleeps.
 * `idle`: nothing, and the first one has nothing to do while the other works on.
 """
 
@@ -68,6 +69,17 @@ def interrupt(folder: str) -> None:
     time.sleep(120)
 
 
+def killed(folder: str) -> None:
+  """Process 0 is killed; process 1 sleeps."""
+  from sao_jax.parallel.agreement import all_processes
+
+  processes = all_processes()
+  processes.gather("ready", 0)
+  if processes.index == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+  time.sleep(120)
+
+
 def idle(folder: str) -> None:
   """Process 1 works for longer than jax waits for it when process 0 leaves."""
   from sao_jax.parallel.agreement import all_processes
@@ -86,7 +98,7 @@ def main(kind: str, folder: str) -> None:
   if kind == "idle":
     process.LEAVE_SECONDS = 2
   with joined(None, _flags._said):
-    {"damage": damage, "interrupt": interrupt, "idle": idle}[kind](folder)
+    {"damage": damage, "interrupt": interrupt, "killed": killed, "idle": idle}[kind](folder)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Train steps of several processes, each with its share of the same trajectories: `joined_steps.py OUT RUNS`.
 
-RUNS are pairs of a mesh and a number of steps. Process 0 writes what it has after them to OUT0.npz, OUT1.npz, ...
+RUNS are a mesh, a number of steps, and if the critic is measured after them. Process 0 writes what it has then to
+OUT0.npz, OUT1.npz, ...
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import pathlib
 import sys
 
 
-def train_steps(mesh, *counts, devices=None):
-  """Returns parameters, shapes of the batches and last loss by name, after each number of steps of all processes."""
+def train_steps(mesh, *counts, devices=None, heldout=False):
+  """Returns parameters, shapes of the batches and last loss by name, after each number of steps of all processes.
+
+  With `heldout`, in the end also the critic's explained variance.
+  """
   import jax
   import numpy as np
 
@@ -19,6 +23,7 @@ def train_steps(mesh, *counts, devices=None):
   from sao_jax.learner.batches import packed_batch
   from sao_jax.models.critic import critic_params_from_policy
   from sao_jax.parallel.feeding import everywhere
+  from sao_jax.training.heldout_critic import heldout_variance, make_reader
   from toys import training_toy
   from toys.trajectories import make_trajectories
 
@@ -49,6 +54,12 @@ def train_steps(mesh, *counts, devices=None):
       params = everywhere((state.policy.params, state.critic.params), learner.layout.sharding())
       leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
       results.append(leaves | {"shapes": np.array(shapes), "loss": np.asarray(metrics["policy_loss"])})
+
+  # The critic is measured on some that are held out, of which the first process has more.
+  if heldout:
+    mine = trajectories[:5][index::count]
+    variance = heldout_variance(learner, make_reader(learner), state.critic.params, mine)
+    results[-1]["heldout"] = np.array(variance)
   return results
 
 
@@ -59,8 +70,8 @@ def main(out: str, runs: str) -> None:
   from sao_jax.parallel.process import initialize_processes, leave_processes
 
   initialize_processes()
-  for number, (mesh, count) in enumerate(json.loads(runs)):
-    (result,) = train_steps(mesh, count)
+  for number, (mesh, count, heldout) in enumerate(json.loads(runs)):
+    (result,) = train_steps(mesh, count, heldout=heldout)
     if all_processes().is_writer:
       np.savez(f"{out}{number}.npz", **result)
   leave_processes()

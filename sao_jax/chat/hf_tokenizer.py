@@ -6,12 +6,13 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
+from sao_jax.chat.control_split import ControlSplitter
 from sao_jax.chat.stop_tokens import read_stop_ids
 from sao_jax.chat.tokenizer_files import TokenizerSettings, read_settings, read_tokenizer
 from sao_jax.errors import ConfigError
@@ -68,10 +69,10 @@ class HFTokenizer:
     }
     self.control_ids = frozenset(controls)
     self._controls = {token.content: token_id for token_id, token in controls.items()}
-    self._split = _splitter(controls.values())
     for token in controls.values():
       token.special = True
     self._tokenizer.add_special_tokens(list(controls.values()))
+    self._splitter = ControlSplitter(self._tokenizer, self._controls)
     self._tokenizer.encode_special_tokens = True  # control tokens become text; `encode_with_specials` puts them in
 
     self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -112,13 +113,10 @@ class HFTokenizer:
       template: the text.
       restore: function applied to the text between control tokens before it is encoded; its result is plain text.
     """
-    pieces = self._split.split(template)  # text, control token, text, ..., text
     ids = []
-    for text, control in zip(pieces[0::2], [*pieces[1::2], None]):
+    for text, control in self._splitter.split(template):
       ids.append(self.encode(restore(text)))
-      if control is not None:
-        exact = control if control in self._controls else control.strip()  # blanks that the token takes with it
-        ids.append(np.array([self._controls[exact]], dtype=np.int32))
+      ids.append(np.array([] if control is None else [control], dtype=np.int32))
     return np.concatenate(ids)
 
   def decode(self, token_ids: Sequence[int] | Int[np.ndarray, "n"]) -> str:
@@ -214,12 +212,3 @@ def _located(folder: str | os.PathLike[str]) -> pathlib.Path:
   from etils import epath
 
   return epath.Path(folder)
-
-
-def _splitter(controls: Iterable[Any]) -> re.Pattern[str]:
-  """Makes the pattern that splits text at control tokens, longest first, blanks included where a token takes them."""
-  patterns = []
-  for token in sorted(controls, key=lambda token: -len(token.content)):
-    name = rf"(?<!\w){re.escape(token.content)}(?!\w)" if token.single_word else re.escape(token.content)
-    patterns.append((r"\s*" if token.lstrip else "") + name + (r"\s*" if token.rstrip else ""))
-  return re.compile("(" + ("|".join(patterns) or r"(?!)") + ")")

@@ -17,7 +17,7 @@ from sao_jax.models.critic import ADDED, critic_params_from_policy, critic_specs
 from sao_jax.models.critic_lora import critic_lora_params, critic_lora_specs, frozen_lora_paths, join_base
 from sao_jax.models.lora import lora_specs, merge_lora
 from sao_jax.models.transformer import param_specs
-from sao_jax.parallel.params import abstract_params, init_params, path_name, path_names
+from sao_jax.parallel.params import abstract_params, path_name, path_names
 
 LORA = LoRAConfig(rank=3, alpha=6.0)
 CORRECTION = "moe_layers/moe/correction_bias"
@@ -27,11 +27,17 @@ def flat(tree):
   return {path_name(path): np.asarray(leaf, np.float64) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def random_params(config, seed=0):
+  """Of a policy, from numpy: nothing compiles."""
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda spec: jnp.asarray(rng.normal(0, 0.1, spec.shape), jnp.float32), param_specs(config))
+
+
 def random_factors(config, lora, seed):
   """Factors that matter, B included."""
   rng, specs = np.random.default_rng(seed), lora_specs(param_specs(config), lora)
   factors = jax.tree.map(lambda spec: jnp.asarray(rng.normal(0, 0.3, spec.shape), jnp.float32), specs)
-  return factors | {"scale": specs["scale"].initialize(jax.random.key(0))}
+  return factors | {"scale": jnp.asarray(lora.alpha / lora.rank, jnp.float32)}
 
 
 def merged_by_hand(base, factors):
@@ -51,7 +57,7 @@ def merged_by_hand(base, factors):
 def test_gradients_are_those_of_the_merged_full_critic_projected_on_the_factors():
   """dA = s dW Bᵀ and dB = s Aᵀ dW, where dW is the gradient of a critic that trains in full; the head's as it is."""
   config = dataclasses.replace(hf_toy.GLM, num_layers=2)
-  policy = hf_toy.random_params(config) | {"lora": random_factors(config, LORA, 1)}
+  policy = random_params(config) | {"lora": random_factors(config, LORA, 1)}
   critic = critic_lora_params(policy, random_factors(config, LORA, 2), config, shares_base=True, initializer="normal")
   critic["lora"] = factors = random_factors(config, LORA, 3)
   batch = sharding_toy.make_batch()
@@ -115,9 +121,10 @@ def test_what_a_critic_has_of_its_own_and_what_of_it_trains(config):
 
 def test_it_starts_as_the_policy_is_by_now():
   """With more factors, of another scale, than the policy has: W + s A B stays; the other factors are fresh."""
-  config, given = hf_toy.GLM, LoRAConfig(rank=2, alpha=8.0, targets=("attention",))
-  policy = hf_toy.random_params(config) | {"lora": random_factors(config, given, 1)}
-  fresh = init_params(lora_specs(param_specs(config), LORA), jax.random.key(2))
+  config, given = dataclasses.replace(hf_toy.GLM, num_layers=2), LoRAConfig(rank=2, alpha=8.0, targets=("attention",))
+  policy = random_params(config) | {"lora": random_factors(config, given, 1)}
+  fresh = random_factors(config, LORA, 2)
+  fresh["b"] = jax.tree.map(jnp.zeros_like, fresh["b"])
   critic = critic_lora_params(policy, fresh, config, shares_base=True)
   joined = merge_lora(join_base(critic, policy))
   expected = merge_lora(policy)

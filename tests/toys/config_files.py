@@ -120,10 +120,21 @@ def shape_by_transformers(config: Any) -> dict[str, Any]:
   return shape
 
 
+def has_windows(config: Any) -> bool:
+  """True if a layer reads only a window of its context."""
+  kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+  if kinds is not None:
+    return "sliding_attention" in kinds
+  return window is not None and window < config.max_position_embeddings
+
+
 def sound(config: Any) -> bool:
   """True if a model of this configuration can run, which the config classes do not check."""
   heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
   head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+  indexers = getattr(config, "indexer_types", None)
+  if indexers is not None and (len(indexers) != config.num_hidden_layers or indexers[0] != "full"):
+    return False
   if hasattr(config, "kv_lora_rank"):
     return heads == kv_heads
   return heads % kv_heads == 0 and head_dim >= 4 and head_dim % 4 == 0
@@ -191,10 +202,13 @@ def random_rope(rng: Any) -> dict[str, Any]:
     fields["original_max_position_embeddings"] = 512
 
   def settings() -> dict[str, Any]:
-    rope: dict[str, Any] = {pick(("rope_type", "type")): pick(("default", "yarn", "yarn"))}
+    rope: dict[str, Any] = {pick(("rope_type", "type")): pick(("default", "yarn", "yarn", "llama3"))}
     rope |= {"rope_type": rope["type"]} if "type" in rope and chance(0.3) else {}
     rope |= {"rope_theta": pick((1e4, 1e6))} if chance(0.5) else {}
     rope |= {"partial_rotary_factor": pick((0.5, 1.0))} if chance(0.1) else {}
+    if "llama3" in rope.values():
+      rope |= {"factor": pick((1.0, 8.0)), "low_freq_factor": pick((1.0, 2)), "high_freq_factor": pick((4.0, 3))}
+      rope |= {"original_max_position_embeddings": pick((64, 1024))} if chance(0.6) else {}
     if "yarn" in rope.values():
       rope["factor"] = pick((1.0, 2, 4.0, None))
       rope |= {"original_max_position_embeddings": pick((64, 1024))} if chance(0.6) else {}
@@ -214,7 +228,8 @@ def random_rope(rng: Any) -> dict[str, Any]:
 def smallest(config_class: Any) -> dict[str, Any]:
   """A small file that everybody accepts."""
   fields = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
-  return fields | {"max_position_embeddings": 256}
+  windows = any(field.name == "sliding_window" for field in dataclasses.fields(config_class))
+  return fields | {"max_position_embeddings": 256} | ({"sliding_window": None} if windows else {})
 
 
 def follows_from(name: str, problem: str) -> bool:
@@ -233,5 +248,5 @@ def follows_from(name: str, problem: str) -> bool:
 def more_lenient(name: str, change: dict[str, Any]) -> bool:
   """True if we may accept what transformers refuses: a whole number for a float, and emptiness."""
   value = next(iter(change.values()))
-  null = value is None and name in ("num_key_value_heads", "num_mtp_layers")
+  null = value is None and name in ("num_key_value_heads", "head_dim", "num_mtp_layers")
   return (type(value) is int and value > 0) or value == [] or null

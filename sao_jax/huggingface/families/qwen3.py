@@ -75,7 +75,7 @@ def read_common(fields: Fields) -> dict[str, Any]:
   # Null, and no default, mean what follows from the heads.
   derived = shape["d_model"] // shape["num_heads"]
   heads = fields.take("num_key_value_heads", kind=int, null=None) or shape["num_heads"]
-  return shape | {"num_kv_heads": heads, "head_dim": fields.take("head_dim", kind=int) or derived}
+  return shape | {"num_kv_heads": heads, "head_dim": fields.take("head_dim", kind=int, null=None) or derived}
 
 
 def read_full_attention(fields: Fields, num_layers: int) -> None:

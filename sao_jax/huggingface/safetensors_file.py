@@ -19,7 +19,9 @@ import numpy as np
 from sao_jax.configuration.paths import in_bucket
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.byte_ranges import CHUNK, read_chunks, read_range, size_of
+from sao_jax.huggingface.safetensors_header import BITS, LARGEST_HEADER, parse_header
 
+# The dtypes whose tensors can be read as arrays. Those of the others are only copied.
 DTYPES = {
   "F64": np.dtype(np.float64),
   "F32": np.dtype(np.float32),
@@ -37,6 +39,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every axis
+
+_POINTER = b"version https://git-lfs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,30 +96,33 @@ class StoredTensor:
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
-  """Reads the tensors' places from a file. ConfigError when it is no safetensors file, or cut short."""
-  size = size_of(path)
+  """Reads the tensors' places from a file.
+
+  Raises:
+    ConfigError: naming the file, when it cannot be opened or is no safetensors file from its first byte to its last.
+  """
+  start = b""
   try:
-    (length,) = struct.unpack("<Q", read_range(path, 0, min(8, size)))
-    if length > size - 8:
-      raise ValueError("the header is longer than the file")
-    header = json.loads(read_range(path, 8, length))
+    size = size_of(path)
+    start = read_range(path, 0, min(len(_POINTER), size))
+    if size < 8:
+      raise ValueError(f"it has {size} bytes")
+    (length,) = struct.unpack("<Q", start[:8])
+    if length > min(size - 8, LARGEST_HEADER):
+      raise ValueError("the header is longer than the file" if length > size - 8 else f"its header has {length} bytes")
+    places = parse_header(read_range(path, 8, length), size - 8 - length)
 
-    # Offsets count from the end of the header; each must agree with the file, the shape and the dtype.
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-      start, stop = entry["data_offsets"]
-      shape = tuple(entry["shape"])
-      if 8 + length + stop > size:
-        raise ValueError(f"it ends before {name} does")
-      if math.prod(shape) * DTYPES[entry["dtype"]].itemsize != stop - start:
-        raise ValueError(f"{name} has {stop - start} bytes, its shape and dtype say otherwise")
-      tensors[name] = StoredTensor(path, entry["dtype"], shape, 8 + length + start, stop - start)
-
-  # A damaged header may hold anything.
-  except (ValueError, KeyError, TypeError, struct.error) as error:
-    raise ConfigError("model.checkpoint", f"{path} cannot be read: {error}.", "Copy the file again.") from error
-  return tensors
+  # A damaged file may hold anything; one that a plain git has cloned holds the address of the real one.
+  except (ValueError, OSError, struct.error) as error:
+    if start == _POINTER:
+      problem, remedy = "a pointer of Git LFS stands in its place", "Run `git lfs pull` in the folder."
+    else:
+      problem, remedy = str(error), "Copy the file again."
+    raise ConfigError("model.checkpoint", f"{path} cannot be read: {problem}.", remedy) from error
+  return {
+    name: StoredTensor(path, place.dtype, place.shape, 8 + length + place.start, place.stop - place.start)
+    for name, place in places.items()
+  }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +137,7 @@ class PlannedTensor:
   @property
   def num_bytes(self) -> int:
     """The tensor's size in the file, in bytes."""
-    return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+    return math.prod(self.shape) * BITS[self.dtype] // 8
 
 
 def write_file(path: pathlib.Path, tensors: Sequence[PlannedTensor]) -> None:

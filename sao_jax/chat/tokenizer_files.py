@@ -18,6 +18,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from sao_jax.configuration.missing_folder import folder_error
 from sao_jax.errors import ConfigError
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -119,7 +120,7 @@ def read_json(path: pathlib.Path, remedy: str | None = None) -> dict[str, Any]:
   if not path.is_file():
     if remedy is None:
       return {}
-    raise ConfigError("tokenizer", f"{path.parent} has no {path.name}.", remedy)
+    raise folder_error("tokenizer", path.parent, f"{path.parent} has no {path.name}.", remedy)
   try:
     value = json.loads(path.read_text(encoding="utf-8"))
   except ValueError as error:

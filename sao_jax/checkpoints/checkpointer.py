@@ -23,6 +23,7 @@ from sao_jax.checkpoints.elsewhere import ElsewhereHandler, ElsewhereRestore, El
 from sao_jax.checkpoints.host_state import Archives, HostStateHandler, HostStateRestore, HostStateSave, encode
 from sao_jax.checkpoints.readable import StateHandler, StateRestore, StateSave, check_readable_items
 from sao_jax.checkpoints.state_tree import NETWORKS, REST, check_same_leaves, flatten, nest, places, split
+from sao_jax.configuration.missing_folder import folder_error
 from sao_jax.configuration.paths import check_readable, check_storable, expand, move
 from sao_jax.errors import ConfigError, RunError
 from sao_jax.parallel.agreement import all_processes
@@ -407,11 +408,8 @@ def load_params(
 
   # No directory, no checkpoint (of this step), or a damaged one.
   wanted = "" if step is None else f" of step {step}"
-  raise ConfigError(
-    "model.checkpoint",
-    f"{directory} {problem}{wanted}.",
-    "Name the directory that a run saved into; it has one folder per step.",
-  )
+  remedy = "Name the directory that a run saved into; it has one folder per step."
+  raise folder_error("model.checkpoint", directory, f"{directory} {problem}{wanted}.", remedy)
 
 
 def load_host_state(directory: str | os.PathLike, step: int) -> Any:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pathlib
 import threading
 from typing import Any
 
 import numpy as np
 
 from sao_jax.config import ModelConfig
+from sao_jax.configuration.missing_folder import folder_error
 from sao_jax.configuration.paths import expand, in_bucket, located
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families import family_of_fields
 from sao_jax.huggingface.families.family import DEFAULT_MODEL, Family
-from sao_jax.huggingface.safetensors_file import Bounds, StoredTensor, read_header
+from sao_jax.huggingface.safetensors_file import Bounds, StoredTensor
+from sao_jax.huggingface.weight_files import find_tensors, read_object
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG = "config.json"
 SCALE = "_scale_inv"  # suffix of an FP8 weight's name: the tensor with its scales, one per block
 FP8_BLOCK = 128  # rows and columns of a block
 
@@ -27,7 +27,7 @@ _TOGETHER, _BYTES_TOGETHER = 16, 64 << 20  # tensors of a bucket that are read a
 def is_hf_folder(path: str | os.PathLike) -> bool:
   """True if `path` is a folder with a config.json that names a model_type."""
   file = expand(path) / CONFIG
-  return bool(str(path)) and file.is_file() and "model_type" in _read_json(file)
+  return bool(str(path)) and file.is_file() and "model_type" in read_object(file)
 
 
 class HFFolder:
@@ -49,14 +49,15 @@ class HFFolder:
     """
     self.path = located(os.path.expanduser(path))
     if not is_hf_folder(path):
-      raise ConfigError(
+      raise folder_error(
         "model.checkpoint",
+        path,
         f"{path} has no {CONFIG} with a model_type.",
         "Name a folder as save_pretrained of transformers writes it.",
       )
-    self.fields: dict[str, Any] = _read_json(self.path / CONFIG)
+    self.fields: dict[str, Any] = read_object(self.path / CONFIG)
     self.family: Family = family_of_fields(self.fields)
-    self.tensors = self._find_tensors()
+    self.tensors: dict[str, StoredTensor] = find_tensors(self.path)
     self.bytes_read, self._lock = 0, threading.Lock()
     _check_quantization(self.fields)
 
@@ -79,41 +80,6 @@ class HFFolder:
     """Names the tensors that the family declares to be no part of the model, sorted."""
     prefixes = self.family.prefixes_beyond_trunk(self.fields)
     return sorted(name for name in self.tensors if name.startswith(prefixes))
-
-  def _find_tensors(self) -> dict[str, StoredTensor]:
-    index, single = self.path / INDEX, self.path / SINGLE
-
-    # Several files: the index says which of them holds a tensor, and must not promise more than they hold.
-    if index.is_file():
-      weight_map = _read_json(index).get("weight_map", {})
-      headers = {}
-      for file in sorted(set(weight_map.values())):
-        if not (self.path / file).is_file():
-          raise ConfigError("model.checkpoint", f"{self.path / file} is missing, {INDEX} names it.", "Copy it too.")
-        headers[file] = read_header(self.path / file)
-      lost = sorted(name for name, file in weight_map.items() if name not in headers[file])
-      if lost:
-        raise ConfigError(
-          "model.checkpoint", f"{', '.join(lost)}: not in the file that {index} names.", "Copy the folder again."
-        )
-      return {name: headers[file][name] for name, file in weight_map.items()}
-
-    # One file, or no safetensors at all.
-    if single.is_file():
-      return read_header(single)
-    raise ConfigError(
-      "model.checkpoint",
-      f"{self.path} holds neither {INDEX} nor {SINGLE}; pickled weights are never read.",
-      "Save it again with save_pretrained of transformers, which writes safetensors.",
-    )
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    content = json.loads(path.read_text(encoding="utf-8"))
-  except ValueError as error:
-    raise ConfigError("model.checkpoint", f"{path} is not JSON: {error}.", "Mend the file.") from error
-  return content if isinstance(content, dict) else {}
 
 
 def _check_quantization(fields: dict[str, Any]) -> None:

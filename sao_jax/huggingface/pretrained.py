@@ -11,6 +11,7 @@ from typing import Any
 
 from sao_jax.config import MODEL_CHECKPOINT, RunConfig
 from sao_jax.configuration import config_tree
+from sao_jax.configuration.missing_folder import folder_error
 from sao_jax.configuration.paths import check_readable, in_bucket, located
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families.family import SHAPE
@@ -64,9 +65,7 @@ def _with_tokenizer(environment: Any, checkpoint: str, base: HFFolder | None) ->
     return environment
   if base is None:
     found = f"{checkpoint} is no Hugging Face folder" if checkpoint else "it is empty"
-    raise ConfigError(
-      MODEL_CHECKPOINT,
-      f"{found}, and environment.{wanted[0]} takes the tokenizer from it.",
-      "Pass a folder, as in --config.model.checkpoint=models/tiny, or name the tokenizer's in that field.",
-    )
+    problem = f"{found}, and environment.{wanted[0]} takes the tokenizer from it."
+    remedy = "Pass a folder, as in --config.model.checkpoint=models/tiny, or name the tokenizer's in that field."
+    raise folder_error(MODEL_CHECKPOINT, checkpoint, problem, remedy)
   return config_tree.replace(environment, dict.fromkeys(wanted, str(base.path)))

@@ -32,6 +32,17 @@ from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs, path_name, path_names
 
 FLOATS = ("F32", "BF16", "F16", "F8_E4M3")  # the dtypes of weights that are read
+SCALES = FLOATS[:3]  # those of their scales
+
+# The bits that are all ones in a number that is not finite: those of the exponent. In e4m3fn, which has no infinity,
+# they are all but the sign.
+_NOT_FINITE = {
+  "float32": np.uint32(0x7F800000),
+  "bfloat16": np.uint16(0x7F80),
+  "float16": np.uint16(0x7C00),
+  "float8_e4m3fn": np.uint8(0x7F),
+}
+_CHUNK = 1 << 16  # numbers that are looked at together
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -109,6 +120,8 @@ def check_tensors(folder: HFFolder, config: ModelConfig, specs: Specs) -> None:
       blocks = tuple(-(-size // FP8_BLOCK) for size in expected[weight])
       if stored.shape != blocks:
         problems.append(f"{name} is {list(stored.shape)}, expected {list(blocks)}")
+      if stored.dtype not in SCALES:
+        problems.append(f"{name} is {stored.dtype}, read are {', '.join(SCALES)}")
     elif name == _HEAD and config.tie_embeddings and "embed" in table:
       if not _same_data(folder, _HEAD, _EMBEDDING):
         problems.append(f"{_HEAD} differs from {_EMBEDDING}, although tie_word_embeddings says that they are one")
@@ -130,7 +143,11 @@ def check_tensors(folder: HFFolder, config: ModelConfig, specs: Specs) -> None:
 
 
 def load_leaves(folder: HFFolder, table: dict[str, Tensor], specs: Specs, mesh: Mesh | None) -> Params:
-  """Reads every parameter that `specs` declares; `check_tensors` must have passed."""
+  """Reads every parameter that `specs` declares; `check_tensors` must have passed.
+
+  Raises:
+    ConfigError: a tensor has numbers that are not finite, in the part that this process reads.
+  """
   if mesh is None:
     single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = jax.tree.map(lambda _: single, specs)
@@ -202,11 +219,36 @@ def _write_piece(
 
 def _read_piece(folder: HFFolder, name: str, bounds: Bounds) -> _Piece:
   """Reads part of a tensor and, if it is in FP8, the scales of the blocks that the part touches."""
-  piece = folder.read(name, bounds)
+  piece = _read_finite(folder, name, bounds)
   if folder.tensors[name].dtype != "F8_E4M3":
     return piece, None
   blocks = tuple((start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in bounds)
-  return piece, folder.read(name + SCALE, blocks)
+  return piece, _read_finite(folder, name + SCALE, blocks)
+
+
+def _read_finite(folder: HFFolder, name: str, bounds: Bounds) -> np.ndarray:
+  """Reads part of a tensor. ConfigError when there are numbers in it that are NaN or infinite."""
+  part = folder.read(name, bounds)
+  count = count_not_finite(part)
+  if count:
+    raise ConfigError(
+      "model.checkpoint",
+      f"{name} in {folder.tensors[name].path} has {count} numbers that are not finite, of {part.size} read.",
+      "Use a folder of before its training diverged, or copy this one again.",
+    )
+  return part
+
+
+def count_not_finite(part: np.ndarray) -> int:
+  """Counts NaN and infinities: the numbers with nothing but ones in the bits of their exponent.
+
+  >>> count_not_finite(np.array([1.0, np.nan, -np.inf], np.float32))
+  2
+  """
+  ones = _NOT_FINITE[part.dtype.name]
+  flat = part.reshape(-1).view(ones.dtype)
+  chunks = (flat[start : start + _CHUNK] for start in range(0, flat.size, _CHUNK))  # the copies of a part are small
+  return sum(int(np.count_nonzero(chunk & ones == ones)) for chunk in chunks)
 
 
 def _stored_bounds(bounds: Bounds, shape: tuple[int, ...], inputs: int | None) -> Bounds:

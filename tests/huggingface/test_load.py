@@ -16,7 +16,7 @@ from toys import hf_toy
 from sao_jax.config import MeshConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import HFFolder, is_hf_folder
-from sao_jax.huggingface.load import import_policy, load_leaf, load_leaves
+from sao_jax.huggingface.load import count_not_finite, import_policy, load_leaf, load_leaves
 from sao_jax.huggingface.safetensors_file import read_header
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.layout import Layout
@@ -114,6 +114,36 @@ def test_fp8(tmp_path, on_mesh):
   np.testing.assert_array_equal(loaded["dense_layers"]["mlp"]["up"][0], expected.T)
 
 
+@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn])
+def test_numbers_that_are_not_finite_are_found_with_the_name_of_their_tensor(tmp_path, dtype, on_mesh):
+  """Wherever they stand: one at the end of an embedding, whose rows lie on several devices; NaN, or infinity."""
+  folder, _ = hf_toy.make_folder(tmp_path / "a", hf_toy.TIED)
+  name, spoiled = "model.layers.0.mlp.up_proj.weight", np.ones((24, 16), dtype)
+  spoiled[-1, -1] = np.nan if dtype == ml_dtypes.float8_e4m3fn else -np.inf
+  scales = {f"{name}_scale_inv": np.ones((1, 1), np.float32)}
+  fields = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+  mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4]) if on_mesh else None
+  path = hf_toy.change_folder(folder, tensors={name: spoiled, **scales}, fields=fields)
+  with pytest.raises(ConfigError, match=rf"{name} in .*model.safetensors has 1 numbers that are not finite"):
+    import_policy(path, hf_toy.TIED, mesh)
+  if dtype == ml_dtypes.float8_e4m3fn:
+    spoiled[-1, -1], scales = 448, {f"{name}_scale_inv": np.full((1, 1), np.nan, ml_dtypes.bfloat16)}
+    path = hf_toy.change_folder(HFFolder(path), tensors={name: spoiled, **scales})
+    with pytest.raises(ConfigError, match=rf"{name}_scale_inv in .* not finite"):
+      import_policy(path, hf_toy.TIED, mesh)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn])
+def test_all_numbers_that_are_not_finite_are_counted(dtype):
+  """Those that NumPy calls so, of all patterns of bits, or, in fp32, of all exponents, in parts of a few at a time."""
+  width = np.dtype(dtype).itemsize * 8
+  bits = np.arange(2**16, dtype=np.uint32) << 16 if width == 32 else np.arange(2**width)
+  values = bits.astype(f"uint{width}").view(dtype)
+  expected = np.count_nonzero(~np.isfinite(values.astype(np.float32)))
+  assert count_not_finite(np.tile(values, 3)) == 3 * expected > 0
+
+
 def test_one_error_lists_all_that_is_wrong(tmp_path):
   folder, _ = hf_toy.make_folder(tmp_path / "a", hf_toy.DENSE)
   norm = "model.norm.weight"
@@ -183,7 +213,7 @@ BROKEN = {
     lambda path: (path / "model.safetensors.index.json").write_text(
       json.dumps({"weight_map": {"x": next(path.glob("model-*")).name}})
     ),
-    "x: not in the file",
+    "x: in none of the files that",
   ),
 }
 

@@ -29,6 +29,7 @@ from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree, field_values
 from sao_jax.configuration.listing import listing
 from sao_jax.configuration.module_file import load_module
+from sao_jax.configuration.output_folder import check_output_folder
 from sao_jax.configuration.paths import check_readable, check_storable, expand, in_bucket, located
 from sao_jax.configuration.relations import validate
 from sao_jax.configuration.run_record import check_viewed, read_config
@@ -324,19 +325,11 @@ def _check_bucket(folder: str, field: str) -> None:
 
 
 def check_output(path: str) -> None:
-  """Refuses an --output that cannot be made, before any work. Raises ConfigError."""
+  """Refuses an --output that cannot be made or is not empty, before any work. Raises ConfigError."""
   if in_bucket(path):
     _check_bucket(path, "--output")
     return
-  parent = expand(path).parent
-  try:
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=parent):
-      pass
-    with contextlib.suppress(FileNotFoundError):
-      os.lstat(expand(f"{path}.unfinished"))  # a name that is too long is found out here
-  except OSError as error:
-    raise ConfigError("--output", f"cannot write {path}: {error.strerror}.", "Name a place to write to.") from error
+  check_output_folder(path, "--output")
 
 
 def _asks_for_help(argv: Sequence[str]) -> bool:

@@ -5,12 +5,10 @@ python -m launch.tiny_checkpoint --output=models/tiny
 
 from __future__ import annotations
 
-import os
-import shutil
-
 from absl import flags, logging
 
 from launch import _flags
+from sao_jax.configuration.output_folder import whole_folder
 from sao_jax.environments.reasoning_gym import INSTRUCTION
 from sao_jax.errors import ConfigError
 
@@ -24,9 +22,7 @@ WORDS = (INSTRUCTION, "State the final answer to the following arithmetic proble
 
 def main() -> None:
   """Writes the folder, whole or not at all."""
-  output = os.path.expanduser(_OUTPUT.value).rstrip("/")
-  if os.path.exists(output):
-    raise ConfigError("--output", f"{output} is there already.", "Use it as it is, or name a new folder.")
+  output = _OUTPUT.value
   _flags.check_output(output)
   try:
     import torch
@@ -44,11 +40,6 @@ def main() -> None:
   fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
   fast.chat_template = CHATML
 
-  # Everything goes into a folder of another name first.
-  unfinished = f"{output}.unfinished"
-  shutil.rmtree(unfinished, ignore_errors=True)
-  fast.save_pretrained(unfinished)
-
   # A small model that has all parts of a real one: two layers, four experts, grouped queries.
   torch.manual_seed(0)
   config = transformers.Qwen3MoeConfig(
@@ -57,9 +48,10 @@ def main() -> None:
     norm_topk_prob=True, eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id,
   )  # fmt: skip
   model = transformers.Qwen3MoeForCausalLM(config)
-  model.save_pretrained(unfinished)
 
-  os.replace(unfinished, output)
+  with whole_folder(output, last="config.json") as folder:
+    fast.save_pretrained(folder)
+    model.save_pretrained(folder)
   logging.info("Wrote %s: %d parameters, %d tokens.", output, model.num_parameters(), len(fast))
 
 

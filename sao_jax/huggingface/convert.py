@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,13 +18,17 @@ from sao_jax.checkpoints.checkpointer import Checkpointer, load_params
 from sao_jax.checkpoints.state_tree import check_same_leaves, flatten
 from sao_jax.config import MeshConfig, ModelConfig
 from sao_jax.configuration import config_tree
+from sao_jax.configuration.missing_folder import folder_error
+from sao_jax.configuration.output_folder import UNFINISHED, check_output_folder, whole_folder
 from sao_jax.configuration.paths import check_storable, expand, in_bucket, located
 from sao_jax.errors import ConfigError
-from sao_jax.huggingface.folder import CONFIG, SINGLE, HFFolder
+from sao_jax.huggingface.carried_files import carry_files
+from sao_jax.huggingface.folder import CONFIG, HFFolder
 from sao_jax.huggingface.load import import_policy
 from sao_jax.huggingface.pretrained import HF_SUBFOLDER, base_folder
 from sao_jax.huggingface.safetensors_file import write_file
-from sao_jax.huggingface.save import TOKENIZER_FILES, copied_tensors, export_critic, export_policy
+from sao_jax.huggingface.save import check_export_folder, copied_tensors, export_critic, export_policy
+from sao_jax.huggingface.weight_files import SINGLE
 from sao_jax.models.critic import critic_specs
 from sao_jax.models.critic_lora import join_base
 from sao_jax.models.lora import merge_lora
@@ -45,7 +49,7 @@ def to_checkpoint(folder: str | os.PathLike, directory: str | os.PathLike, *, dt
 
   Args:
     folder: the Hugging Face folder.
-    directory: the directory of checkpoints to write; it appears when it is complete.
+    directory: the directory of checkpoints to write, new or empty; the checkpoint in it appears when it is complete.
     dtype: the dtype of the parameters in the checkpoint.
 
   Raises:
@@ -64,31 +68,25 @@ def to_checkpoint(folder: str | os.PathLike, directory: str | os.PathLike, *, dt
   """
   source, target, processes = HFFolder(folder), expand(directory), all_processes()
   check_storable(target, "--output")
-  occupied = target.is_dir() and any(target.iterdir())
-  if processes.any("a folder that is not empty", occupied):
-    raise ConfigError("--output", f"{target} is not empty.", "Name a new directory.")
+  _agree_on(lambda: _check_new_checkpoints(target))
   model = source.model_config(ModelConfig(param_dtype=dtype))
   with processes.busy():
     params = import_policy(folder, model, _mesh_of_all())
 
-  # Under a temporary name; in a bucket, where nothing can be renamed, the checkpoint comes last, and is whole or none.
-  unfinished = target if in_bucket(target) else target.with_name(f"{target.name}.unfinished")
-  if processes.is_writer and unfinished != target:
-    shutil.rmtree(unfinished, ignore_errors=True)
-  base = unfinished / HF_SUBFOLDER
-  if processes.is_writer:
-    base.mkdir(parents=True)
-    for name in (CONFIG, *TOKENIZER_FILES):
-      if (source.path / name).is_file():
-        (base / name).write_bytes((source.path / name).read_bytes())
-    write_file(base / SINGLE, list(copied_tensors(source)))
-  processes.gather("what is no parameter of ours is written", True)
+  # In a bucket, where nothing can be renamed, the checkpoint comes last, and is whole or none.
+  inside = target if in_bucket(target) else target / UNFINISHED
+  with whole_folder(target, last="0") if processes.is_writer else contextlib.nullcontext(inside) as unfinished:
+    base = unfinished / HF_SUBFOLDER
+    if processes.is_writer:
+      base.mkdir(parents=True)
+      carry_files(source.path, base)
+      (base / CONFIG).write_bytes((source.path / CONFIG).read_bytes())
+      write_file(base / SINGLE, list(copied_tensors(source)))
+    processes.gather("what is no parameter of ours is written", True)
 
-  # A checkpoint of step 0 with the policy alone.
-  with Checkpointer(unfinished) as checkpointer:
-    checkpointer.save(0, {"params": params})
-  if processes.is_writer and unfinished != target:
-    os.replace(unfinished, target)
+    # A checkpoint of step 0 with the policy alone.
+    with Checkpointer(unfinished) as checkpointer:
+      checkpointer.save(0, {"params": params})
   return model
 
 
@@ -117,11 +115,14 @@ def to_hf(
   """
   # The shape comes from the folder that the model started from, or else from the configuration of the run.
   checkpoint, directory = expand(checkpoint), expand(directory)
+  _agree_on(lambda: check_export_folder(directory, "--output"))
   run = _model_of_run(checkpoint.parent / RUN_CONFIG)
   places = [str(base)] if base else [str(checkpoint), run.checkpoint if run else ""]
   source = next(filter(None, map(base_folder, places)), None)
   if base and source is None:
-    raise ConfigError("--base", f"{base} is no Hugging Face folder.", "Name the one that the model started from.")
+    raise folder_error(
+      "--base", base, f"{base} is no Hugging Face folder.", "Name the one that the model started from."
+    )
   if source is None and run is None:
     raise ConfigError("--checkpoint", f"nothing tells the model's shape in {checkpoint}.", "Pass --base.")
   model = source.model_config() if source else run
@@ -154,6 +155,24 @@ def to_hf(
     )
   export = export_policy if network == "policy" else export_critic
   export(jax.block_until_ready(params), model, directory, base=source, dtype=dtype)
+
+
+def _check_new_checkpoints(target: pathlib.Path) -> None:
+  check_output_folder(target, "--output")
+  if in_bucket(target) and target.is_dir() and any(target.iterdir()):
+    raise ConfigError("--output", f"{target} is not empty.", "Name a new directory.")
+
+
+def _agree_on(check: Callable[[], None]) -> None:
+  """Has the first of all processes check the folder that it writes to; where it refuses, all of them end."""
+  processes, refused = all_processes(), None
+  if processes.is_writer:
+    try:
+      check()
+    except ConfigError as error:
+      refused = error
+  if processes.any("a folder that cannot be written", refused is not None):
+    raise refused or ConfigError("--output", "the first process refuses it.", "See its message.")
 
 
 def _mesh_of_all() -> Mesh | None:

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import pathlib
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,22 +19,20 @@ from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sao_jax.config import ModelConfig
+from sao_jax.configuration.output_folder import check_output_folder, whole_folder
 from sao_jax.configuration.paths import in_bucket, located
 from sao_jax.errors import ConfigError
+from sao_jax.huggingface.carried_files import carry_files, is_carried
 from sao_jax.huggingface.families import family_of_model
 from sao_jax.huggingface.families.family import Family, Tensor, matrix, vector
-from sao_jax.huggingface.folder import CONFIG, INDEX, HFFolder
+from sao_jax.huggingface.folder import CONFIG, HFFolder
 from sao_jax.huggingface.load import check_shape
 from sao_jax.huggingface.safetensors_file import NAMES, PlannedTensor, write_file
+from sao_jax.huggingface.weight_files import INDEX
 from sao_jax.models.critic import ADDED, critic_specs
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import Params, path_name
 
-# The files of a folder that turn texts into token ids and back; copied byte for byte.
-TOKENIZER_FILES = (
-  *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-  *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
 SHARD_BYTES = 4 << 30  # 4 GiB
 VALUE_HEAD = "value_head.safetensors"  # the file that a critic has beside those of its trunk
 
@@ -55,7 +52,7 @@ def export_policy(
     params: the parameters that `param_specs(config)` declares. Every process of a pod calls this: all bring their parts
       of one tensor after the other together, and the first one writes it.
     config: the model's shape.
-    directory: the folder to write; it appears when it is complete.
+    directory: the folder to write, new or empty; it is complete once it has a config.json.
     base: the folder that the policy started from. Its config.json and tokenizer files are kept, and byte for byte the
       tensors that are no part of the policy (a warning says if they are in FP8). None: config.json is written anew.
     dtype: "float32" or "bfloat16"; None keeps the dtype of each parameter. Tensors that the family stores in fp32 are
@@ -63,7 +60,7 @@ def export_policy(
     shard_bytes: the largest size of a file in bytes, unless one tensor is larger.
 
   Raises:
-    ConfigError: `directory` is not empty, no family holds this shape, or `base` has another one.
+    ConfigError: `directory` is not empty or cannot be written, no family holds this shape, or `base` has another one.
 
   >>> import tempfile
   >>> from sao_jax.parallel.params import init_params
@@ -205,6 +202,18 @@ def _config_fields(
   return fields | {"model_type": family.model_type, "architectures": [architecture], key: dtypes[planned[0].dtype]}
 
 
+def check_export_folder(directory: str | os.PathLike, field: str = "export") -> None:
+  """Refuses a folder that an export cannot write to, see `check_output_folder`.
+
+  In a bucket it may hold what an export has left that did not come to its end.
+  """
+  check_output_folder(directory, field)
+  if in_bucket(directory) and located(directory).is_dir():
+    names = {path.name for path in located(directory).iterdir()}
+    if not all(name == INDEX or is_carried(name) or name.endswith(".safetensors") for name in names):
+      raise ConfigError(field, f"{directory} is not empty.", "Name a new folder.")
+
+
 def _write_folder(
   directory: pathlib.Path,
   fields: dict[str, Any],
@@ -213,8 +222,8 @@ def _write_folder(
   shard_bytes: int,
   more: dict[str, list[PlannedTensor]] | None = None,
 ) -> None:
-  if jax.process_index() == 0 and directory.is_dir() and not _is_unfinished(directory):
-    raise ConfigError("export", f"{directory} is not empty.", "Name a new folder.")
+  if jax.process_index() == 0:
+    check_export_folder(directory)
 
   # Names of the files, in the manner of transformers, and their tensors.
   shards = _shards(planned, shard_bytes)
@@ -227,36 +236,18 @@ def _write_folder(
       collections.deque(tensor.pieces, maxlen=0)
     return
 
-  # Weights, index and configuration go to a temporary folder; in a bucket, where nothing can be renamed, in this order
-  # to their own: a folder without config.json is none.
-  temporary = directory if in_bucket(directory) else directory.with_name(f".{directory.name}.partial")
-  if temporary != directory:
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-  for name, tensors in files.items():
-    write_file(temporary / name, tensors)
-  total = sum(tensor.num_bytes for tensor in planned)
-  weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-  index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-  _write_json(temporary / INDEX, index)
-  for name in TOKENIZER_FILES if base is not None else ():
-    if (base.path / name).is_file():
-      (temporary / name).write_bytes((base.path / name).read_bytes())
-  _write_json(temporary / CONFIG, fields)
-
-  # Only a complete folder gets the name.
-  if temporary != directory:
-    if directory.is_dir():
-      directory.rmdir()
-    os.replace(temporary, directory)
+  # Weights, index, and the configuration last: a folder without config.json is none.
+  with whole_folder(directory, last=CONFIG) as target:
+    for name, tensors in files.items():
+      write_file(target / name, tensors)
+    total = sum(tensor.num_bytes for tensor in planned)
+    weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(target / INDEX, index)
+    if base is not None:
+      carry_files(base.path, target)
+    _write_json(target / CONFIG, fields)
   logging.info("Wrote %s: %d tensors, %.1f MiB, %d files.", directory, len(weight_map), total / 2**20, len(files))
-
-
-def _is_unfinished(directory: pathlib.Path) -> bool:
-  """Tells if a folder is empty, or in a bucket what an export has left that did not come to its end."""
-  names = {path.name for path in directory.iterdir()}
-  ours = all(name in (INDEX, *TOKENIZER_FILES) or name.endswith(".safetensors") for name in names)
-  return not names or (in_bucket(directory) and ours)
 
 
 def _shards(planned: list[PlannedTensor], shard_bytes: int) -> list[list[PlannedTensor]]:

@@ -56,7 +56,7 @@ def test_no_program_parses_its_flags_otherwise():
 
 def test_an_output_that_cannot_be_made_is_refused_before_work(tmp_path):
   (tmp_path / "file").write_text("")
-  for path in (f"{tmp_path}/file/a", "/proc/none/a", f"{tmp_path}/{'x' * 255}"):
+  for path in (f"{tmp_path}/file/a", "/proc/none/a", f"{tmp_path}/{'x' * 256}"):
     with pytest.raises(ConfigError, match="--output: cannot write"):
       _flags.check_output(path)
   _flags.check_output(f"{tmp_path}/new/a")

@@ -18,8 +18,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from sao_jax.configuration.missing_folder import folder_error
 from sao_jax.errors import ConfigError
+from sao_jax.missing_folder import folder_error
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

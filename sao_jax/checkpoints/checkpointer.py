@@ -23,9 +23,9 @@ from sao_jax.checkpoints.elsewhere import ElsewhereHandler, ElsewhereRestore, El
 from sao_jax.checkpoints.host_state import Archives, HostStateHandler, HostStateRestore, HostStateSave, encode
 from sao_jax.checkpoints.readable import StateHandler, StateRestore, StateSave, check_readable_items
 from sao_jax.checkpoints.state_tree import NETWORKS, REST, check_same_leaves, flatten, nest, places, split
-from sao_jax.configuration.missing_folder import folder_error
 from sao_jax.configuration.paths import check_readable, check_storable, expand, move
 from sao_jax.errors import ConfigError, RunError
+from sao_jax.missing_folder import folder_error
 from sao_jax.parallel.agreement import all_processes
 from sao_jax.parallel.process import DataShare
 from sao_jax.types import PyTree

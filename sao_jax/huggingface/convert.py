@@ -18,7 +18,6 @@ from sao_jax.checkpoints.checkpointer import Checkpointer, load_params
 from sao_jax.checkpoints.state_tree import check_same_leaves, flatten
 from sao_jax.config import MeshConfig, ModelConfig
 from sao_jax.configuration import config_tree
-from sao_jax.configuration.missing_folder import folder_error
 from sao_jax.configuration.output_folder import UNFINISHED, check_output_folder, whole_folder
 from sao_jax.configuration.paths import check_storable, expand, in_bucket, located
 from sao_jax.errors import ConfigError
@@ -29,6 +28,7 @@ from sao_jax.huggingface.pretrained import HF_SUBFOLDER, base_folder
 from sao_jax.huggingface.safetensors_file import write_file
 from sao_jax.huggingface.save import check_export_folder, copied_tensors, export_critic, export_policy
 from sao_jax.huggingface.weight_files import SINGLE
+from sao_jax.missing_folder import folder_error
 from sao_jax.models.critic import critic_specs
 from sao_jax.models.critic_lora import join_base
 from sao_jax.models.lora import merge_lora

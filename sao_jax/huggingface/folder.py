@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from sao_jax.config import ModelConfig
-from sao_jax.configuration.missing_folder import folder_error
 from sao_jax.configuration.paths import expand, in_bucket, located
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families import family_of_fields
 from sao_jax.huggingface.families.family import DEFAULT_MODEL, Family
 from sao_jax.huggingface.safetensors_file import Bounds, StoredTensor
 from sao_jax.huggingface.weight_files import find_tensors, read_object
+from sao_jax.missing_folder import folder_error
 
 CONFIG = "config.json"
 SCALE = "_scale_inv"  # suffix of an FP8 weight's name: the tensor with its scales, one per block

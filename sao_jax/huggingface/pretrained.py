@@ -11,11 +11,11 @@ from typing import Any
 
 from sao_jax.config import MODEL_CHECKPOINT, RunConfig
 from sao_jax.configuration import config_tree
-from sao_jax.configuration.missing_folder import folder_error
 from sao_jax.configuration.paths import check_readable, in_bucket, located
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families.family import SHAPE
 from sao_jax.huggingface.folder import HFFolder, is_hf_folder
+from sao_jax.missing_folder import folder_error
 
 # The subfolder of a converted checkpoint with the Hugging Face files that are not parameters of ours: config.json,
 # tokenizer, tensors of multi-token prediction.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sao_jax.configuration.missing_folder import folder_error
+from sao_jax.missing_folder import folder_error
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 from toys import hf_toy, training_toy
 
 from launch import _flags
+from sao_jax.chat.hf_tokenizer import HFTokenizer
 from sao_jax.checkpoints.checkpointer import Checkpointer, load_params
 from sao_jax.config import MODEL_CHECKPOINT
 from sao_jax.configuration.run_record import write_config
@@ -77,6 +78,25 @@ def test_an_environment_takes_the_tokenizer_from_the_same_folder(folder, tmp_pat
   shaped = with_folder_shape(training_toy.replace(config, model={"checkpoint": source}))
   assert shaped.environment in (Chat(source), Chat("elsewhere", Chat(source)))
   assert (shaped.environment.tokenizer_folder == source) == (environment == Chat())
+
+
+TAKERS = {
+  "model.checkpoint": HFFolder,
+  "model.checkpoint of checkpoints": load_params,
+  "tokenizer": HFTokenizer,
+  "--base": lambda name: convert.to_hf("runs/a", "models/out", base=name),
+  "model.checkpoint: .*takes the tokenizer": lambda name: with_folder_shape(
+    training_toy.replace(dataclasses.replace(training_toy.get_config(), environment=Chat()), model={"checkpoint": name})
+  ),
+}
+
+
+@pytest.mark.parametrize("field", TAKERS)
+def test_who_takes_a_folder_says_how_to_get_that_of_a_name_on_the_hub(tmp_path, monkeypatch, field):
+  monkeypatch.chdir(tmp_path)
+  words = "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"
+  with pytest.raises(ConfigError, match=f"(?s)^{field.removesuffix(' of checkpoints')}.*{words}"):
+    TAKERS[field]("Qwen/Qwen3-0.6B")
 
 
 def test_without_a_run_its_policy_is_the_newest(folder, tmp_path):

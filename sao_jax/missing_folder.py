@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 
-from sao_jax.configuration.paths import expand, in_bucket
 from sao_jax.errors import ConfigError
 
 _OF_HUB = re.compile(r"(?:https?:/+(?:www\.)?huggingface\.co/|hf:/+)?([\w.-]+/[\w.-]+?)(?:/?|/(?:tree|blob)/.*)")
@@ -23,12 +22,12 @@ def folder_error(field: str, path: str | os.PathLike, problem: str, remedy: str)
     problem: a sentence.
     remedy: a sentence for a folder that is there.
   """
-  folder = expand(path)
-  if in_bucket(path) or folder == pathlib.Path.cwd():
+  folder = pathlib.Path(os.path.expanduser(path)).absolute()
+  if os.fspath(path).startswith("gs://") or folder == pathlib.Path.cwd():
     return ConfigError(field, problem, remedy)
-  if not folder.exists():
+  if not os.path.exists(folder):  # unlike pathlib, whatever the system says of the name
     return ConfigError(field, f"{problem} There is no such folder.", " ".join([*_ways_to(path, folder), remedy]))
-  if not folder.is_dir():
+  if not os.path.isdir(folder):
     return ConfigError(field, f"{problem} It is a file.", f"Name the folder that it is in, {folder.parent}. {remedy}")
 
   # Folders that other programs make.
@@ -45,7 +44,7 @@ def folder_error(field: str, path: str | os.PathLike, problem: str, remedy: str)
 
 def _ways_to(path: str | os.PathLike, folder: pathlib.Path) -> list[str]:
   """Sentences that lead to a folder that is not there: names that look alike, and a download."""
-  there = next(parent for parent in folder.parents if parent.is_dir())
+  there = next(parent for parent in folder.parents if os.path.isdir(parent))
   wanted, *rest = folder.relative_to(there).parts
   try:
     names = {entry.name.lower(): entry.name for entry in there.iterdir() if entry.is_dir()}

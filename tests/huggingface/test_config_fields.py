@@ -35,7 +35,7 @@ READ_WITHOUT_EFFECT = {
 # What we implement less of than transformers: the only fields of legal files that may be refused. A factor below 1
 # stretches nothing; where all dimensions are rotated, transformers cannot run YaRN of a part.
 WINDOWS = {"use_sliding_window", "layer_types"}
-EVERYWHERE = {"factor", "partial_rotary_factor"}
+EVERYWHERE = {"factor", "partial_rotary_factor", "rope_type"}
 NOT_IMPLEMENTED = {
   "qwen2": WINDOWS,
   "qwen3": WINDOWS | {"attention_bias"},

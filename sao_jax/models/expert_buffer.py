@@ -35,15 +35,13 @@ class Rows(NamedTuple):
     pairs: the pair of every row.
     used: False for rows behind the last pair.
     group_sizes: the number of rows of every expert.
-    by_token: the rows in the order of their tokens, unused ones last.
-    starts: the place in that order of every token's first row, and of the first unused one.
+    places: the row of every pair, -1 for a pair that is not in the buffer.
   """
 
   pairs: Int[Array, " M"]
   used: Bool[Array, " M"]
   group_sizes: Int[Array, " E"]
-  by_token: Int[Array, " M"]
-  starts: Int[Array, " N+1"]
+  places: Int[Array, "k N"]
 
 
 def buffer_rows(num_pairs: int, shards: int) -> int:
@@ -70,11 +68,11 @@ def buffered_experts(
   Its gradient is `buffered_gradient`.
   """
   num_experts = count_experts(params)
-  order, ends = _sort(experts, num_experts, rows)
+  order, places, ends = _sort(experts, num_experts, rows)
 
   def add_buffer(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     start, out = carry
-    own = _lay_out(order, ends, start, rows, *experts.shape)
+    own = _lay_out(order, places, ends, start, rows)
     return start + rows, out + _compute(params, x, weights, own, implementation, layer)
 
   unfinished = lambda carry: carry[0] < ends[-1]
@@ -100,11 +98,11 @@ def buffered_gradient(
 
   The same loop; what a buffer computes inside is computed again, nothing was stored.
   """
-  order, ends = _sort(experts, count_experts(params), rows)
+  order, places, ends = _sort(experts, count_experts(params), rows)
 
   def add_buffer(carry: tuple[jax.Array, tuple]) -> tuple[jax.Array, tuple]:
     start, grads = carry
-    own = _lay_out(order, ends, start, rows, *experts.shape)
+    own = _lay_out(order, places, ends, start, rows)
     _, vjp = jax.vjp(lambda *args: _compute(*args, own, implementation), params, x, weights)
     return start + rows, jax.tree.map(lambda total, part: total + part.astype(total.dtype), grads, vjp(out_grad))
 
@@ -114,25 +112,25 @@ def buffered_gradient(
   return jax.lax.while_loop(lambda carry: carry[0] < ends[-1], add_buffer, (jnp.int32(0), zeros))[1]
 
 
-def _sort(experts: jax.Array, num_experts: int, rows: int) -> tuple[jax.Array, jax.Array]:
-  """The pairs sorted by expert, filled up to whole buffers, and the end of every expert's pairs."""
+def _sort(experts: jax.Array, num_experts: int, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Sorts the pairs by expert: their order, filled up to whole buffers, every pair's place there, every expert's end."""
   ids = local_ids(experts, num_experts)
-  order, _ = sort_by_expert(ids, num_experts + 1)
-  return jnp.pad(order, (0, -order.shape[0] % rows)), jnp.cumsum(count_groups(ids, num_experts))
+  order, places = sort_by_expert(ids, num_experts + 1)
+  ends = jnp.cumsum(count_groups(ids, num_experts))
+  return jnp.pad(order, (0, -order.shape[0] % rows)), places.reshape(experts.shape).T, ends
 
 
-def _lay_out(order: jax.Array, ends: jax.Array, start: jax.Array, rows: int, num_tokens: int, num_active: int) -> Rows:
+def _lay_out(order: jax.Array, places: jax.Array, ends: jax.Array, start: jax.Array, rows: int) -> Rows:
   """The pairs from `start` on, as many as the buffer has rows."""
-  index = jnp.arange(rows, dtype=jnp.int32)
-  pairs = jax.lax.dynamic_slice_in_dim(order, start, rows)
-  used = start + index < ends[-1]
+  used = start + jnp.arange(rows, dtype=jnp.int32) < ends[-1]
   reached = jnp.clip(ends - start, 0, rows)
-
-  # Sorted by token, the rows of a token stand side by side.
-  tokens = jnp.where(used, pairs // num_active, num_tokens)
-  tokens, by_token = jax.lax.sort((tokens, index), num_keys=1)
-  starts = jnp.searchsorted(tokens, jnp.arange(num_tokens + 1, dtype=jnp.int32), method="sort")
-  return Rows(pairs, used, jnp.diff(reached, prepend=jnp.int32(0)), by_token, starts)
+  inside = (places >= start) & (places < jnp.minimum(start + rows, ends[-1]))
+  return Rows(
+    pairs=jax.lax.dynamic_slice_in_dim(order, start, rows),
+    used=used,
+    group_sizes=jnp.diff(reached, prepend=jnp.int32(0)),
+    places=jnp.where(inside, places - start, -1),
+  )
 
 
 def _compute(
@@ -162,11 +160,10 @@ def collect(rows: Float[Array, "M D"], own: Rows, num_active: int) -> Float[Arra
   """The sum of the rows of every token, of which there are at most `num_active`; in fp32. Its transpose is `spread`."""
 
   def add_next(number: jax.Array, total: jax.Array) -> jax.Array:
-    place = own.starts[:-1] + number
-    row = own.by_token[jnp.minimum(place, rows.shape[0] - 1)]
-    return total + jnp.where((place < own.starts[1:])[:, None], rows[row], 0)
+    place = jax.lax.dynamic_index_in_dim(own.places, number, keepdims=False)
+    return total + jnp.where((place >= 0)[:, None], rows[jnp.maximum(place, 0)], 0)
 
-  zeros = jnp.zeros((own.starts.shape[0] - 1, rows.shape[1]), jnp.float32)
+  zeros = jnp.zeros((own.places.shape[1], rows.shape[1]), jnp.float32)
   return jax.lax.fori_loop(0, num_active, add_next, zeros).astype(rows.dtype)
 
 

@@ -68,9 +68,9 @@ def test_the_rounds_that_are_needed_and_no_more(monkeypatch):
   starts = []
   lay_out = expert_buffer._lay_out
 
-  def recorded(order, ends, start, *rest):
+  def recorded(order, places, ends, start, rows):
     jax.debug.callback(lambda start: starts.append(int(start)), start)
-    return lay_out(order, ends, start, *rest)
+    return lay_out(order, places, ends, start, rows)
 
   monkeypatch.setattr(expert_buffer, "_lay_out", recorded)
   params, x, weights, _ = operands()
@@ -97,8 +97,7 @@ def test_rows_go_to_their_tokens_and_back():
     pairs=jnp.asarray([7, 0, 2, 5, 1]),  # of tokens 3, 0, 1, 2, 0 with two choices each
     used=jnp.asarray([True, True, True, False, True]),
     group_sizes=jnp.asarray([4]),
-    by_token=jnp.asarray([1, 4, 2, 0, 3]),
-    starts=jnp.asarray([0, 2, 3, 3, 4]),
+    places=jnp.asarray([[1, 2, -1, -1], [4, -1, -1, 0]]),  # of the first choices, of the second ones
   )
   rows, x = jnp.asarray([[1.0], [2.0], [4.0], [8.0], [16.0]]), jnp.asarray([[1.0], [2.0], [3.0], [4.0]])
   out, to_rows = jax.vjp(lambda rows: collect(rows, own, 2), rows)

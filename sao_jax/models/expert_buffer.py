@@ -113,7 +113,7 @@ def buffered_gradient(
 
 
 def _sort(experts: jax.Array, num_experts: int, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Sorts the pairs by expert: their order, filled up to whole buffers, every pair's place there, every expert's end."""
+  """Sorts the pairs by expert: their order, filled up to whole buffers, every pair's place, every expert's end."""
   ids = local_ids(experts, num_experts)
   order, places = sort_by_expert(ids, num_experts + 1)
   ends = jnp.cumsum(count_groups(ids, num_experts))

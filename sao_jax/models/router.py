@@ -75,7 +75,7 @@ def route(
   else:
     experts = preferred if replayed is None else jnp.where(replayed >= 0, replayed.astype(preferred.dtype), preferred)
     # In log space: the scores of replayed experts may all be too small to be divided by their sum.
-    log_weights = jnp.take_along_axis(log_scores, experts, axis=-1)
+    log_weights = _of_experts(log_scores, experts)
     weights = jax.nn.softmax(log_weights, axis=-1) if config.renormalize_router else jnp.exp(log_weights)
 
   agreeing = jnp.any(experts[..., :, None] == preferred[..., None, :], axis=-1)
@@ -90,6 +90,16 @@ def route(
 def _entropy(scores: Float[Array, "*batch E"]) -> Float[Array, "*batch"]:
   probabilities = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
   return jnp.sum(jax.scipy.special.entr(probabilities), axis=-1)
+
+
+def _of_experts(scores: Float[Array, "*batch E"], experts: Int[Array, "*batch k"]) -> Float[Array, "*batch k"]:
+  """The scores of some experts, NaN for one that there is not.
+
+  As a sum, whose gradient is a sum, too: that of a gather would be scattered, which takes a TPU a sort.
+  """
+  is_chosen = experts[..., None] == jnp.arange(scores.shape[-1], dtype=experts.dtype)
+  found = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0), axis=-1)
+  return jnp.where(jnp.any(is_chosen, axis=-1), found, jnp.nan)
 
 
 def _keep_best_groups(choice: Float[Array, "*batch E"], num_groups: int, num_kept: int) -> Float[Array, "*batch E"]:

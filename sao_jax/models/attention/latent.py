@@ -162,7 +162,6 @@ def packed_latent_attend(
     if selection is None:
       return expanded_attention(q, latent, kv_b, segment_ids, plain, scale, layout), carry
     weighted = packed_selected_attention(absorb(q, kv_b, plain), latent, selection, config.kv_lora_rank, scale, layout)
-    weighted = checkpoint_name(weighted, ATTENTION_OUT)
     return jnp.where(real[..., None], absorbed_values(weighted, kv_b, plain), 0), carry
 
   return LatentAttend(length, select, attend)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from sao_jax.models.attention.selected import selected_attention
+from sao_jax.models.attention.selected_ranges import ranged_attention
 from sao_jax.models.attention.shards import gather_sequence
 from sao_jax.models.attention.sparse import Index, choose_in_pair, choose_positions
 from sao_jax.parallel.layout import Layout
@@ -123,11 +124,12 @@ def packed_selected_attention(
   layout: Layout,
 ) -> Float[Array, "B T H R"]:
   """`selected_attention` of absorbed queries over the latents of their row; heads over the axes of "heads"."""
+  local = ranged_attention if layout.platform == "tpu" else selected_attention
   if not layout.is_sharded:
-    return selected_attention(queries, latents, selection, rank, scale)
+    return local(queries, latents, selection, rank, scale)
 
   def attend(queries: jax.Array, latents: jax.Array, selection: jax.Array) -> jax.Array:
-    return selected_attention(queries, gather_sequence(latents, layout), selection, rank, scale)
+    return local(queries, gather_sequence(latents, layout), selection, rank, scale)
 
   heads, tokens = layout.spec("batch", "sequence", "heads", None), layout.spec("batch", "sequence", None)
   specs = (heads, tokens, tokens)

@@ -13,7 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
+
+from sao_jax.models.attention.kind import ATTENTION_OUT
 
 BLOCK_BYTES = 160 * 2**20  # of the latents that one block of queries gathers
 
@@ -57,7 +60,8 @@ def selected_attention(
 
 def _forward(queries: jax.Array, latents: jax.Array, selection: jax.Array, rank: int, scale: float) -> Any:
   """The result, and the arguments for the backward pass."""
-  return selected_attention(queries, latents, selection, rank, scale), (queries, latents, selection)
+  out = checkpoint_name(selected_attention(queries, latents, selection, rank, scale), ATTENTION_OUT)
+  return out, (queries, latents, selection)
 
 
 def _backward(rank: int, scale: float, arguments: tuple[jax.Array, ...], grads: jax.Array) -> tuple[Any, ...]:

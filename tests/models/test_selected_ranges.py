@@ -1,0 +1,88 @@
+"""Kernels of attention over selected latents, in Pallas' interpreter, equal their reference in plain jax."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sao_jax.models.attention import selected_kernels, selected_ranges
+from sao_jax.models.attention.selected import selected_attention
+from sao_jax.models.attention.selected_ranges import ranged_attention
+
+ROWS, QUERIES, POSITIONS, HEADS, RANK, WIDTH, SCALE = 2, 20, 44, 3, 6, 9, 0.4
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+  """Ranges of 16 positions, of which the last one is filled up; 8 queries at a time; chunks of 8 rows."""
+  monkeypatch.setattr(selected_ranges, "split_positions", lambda *_: selected_kernels.Ranges(3, 16))
+  monkeypatch.setattr(selected_kernels, "CHUNK", 8)
+  monkeypatch.setattr(selected_ranges, "PIECE_BYTES", 1)
+
+
+def random_selection(most, seed=0):
+  """Ascending positions of every query, one to `most` of them, then -1: up to 12 stand side by side in a range."""
+  rng, selection = np.random.default_rng(seed), np.full((ROWS, QUERIES, most), -1, np.int32)
+  for row, query in np.ndindex(ROWS, QUERIES):
+    first, count = rng.integers(0, POSITIONS - 12), rng.integers(1, most + 1)
+    near = np.arange(first, first + 12)
+    chosen = near if count >= 12 else rng.choice(near, count, replace=False)
+    others = rng.choice(np.setdiff1d(np.arange(POSITIONS), near), max(count - 12, 0), replace=False)
+    selection[row, query, :count] = np.sort(np.concatenate([chosen, others]))
+  return jnp.asarray(selection)
+
+
+def random_inputs(dtype, seed=1):
+  rng = np.random.default_rng(seed)
+  random = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+  return (random(ROWS, QUERIES, HEADS, WIDTH), random(ROWS, POSITIONS, WIDTH)), random(ROWS, QUERIES, HEADS, RANK)
+
+
+def run(attention, inputs, selection, of_out, *options):
+  """The output and the gradients of queries and latents."""
+
+  def both(queries, latents, selection, of_out):
+    out, backward = jax.vjp(lambda *x: attention(*x, selection, RANK, SCALE, *options), queries, latents)
+    return out, *backward(of_out)
+
+  return jax.jit(both)(*inputs, selection, of_out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_output_and_gradients_are_those_of_the_reference(dtype, small_parts):
+  """Stretches of several chunks and empty ones, ranges and queries that are filled up, and entries of -1."""
+  inputs, of_out = random_inputs(dtype)
+  selection = random_selection(most=18)
+  got = run(ranged_attention, inputs, selection, of_out, True)
+  expected = run(selected_attention, inputs, selection, of_out)
+
+  # Sums of bf16 numbers are in fp32, but weights are rounded before they are normalised.
+  tolerance = 2e-6 if dtype == "float32" else 2e-2
+  for a, b in zip(got, expected, strict=True):
+    assert a.dtype == b.dtype == dtype
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (a, b)), rtol=tolerance, atol=tolerance)
+
+
+def test_nothing_is_read_of_a_latent_that_is_not_selected(small_parts):
+  """Those of another segment may not be finite: neither the output nor a gradient sees them."""
+  (queries, latents), of_out = random_inputs("float32")
+  selection = jnp.where(random_selection(most=5) % 16 == 3, -1, random_selection(most=5))
+  selection = -jnp.sort(-jnp.where(selection < 0, POSITIONS + 1, selection))[..., ::-1]
+  selection = jnp.where(selection > POSITIONS, -1, selection).at[..., 0].set(0)
+  spoilt = latents.at[:, 3::16].set(jnp.nan)
+  clean = run(ranged_attention, (queries, latents), selection, of_out, True)
+  for a, b in zip(run(ranged_attention, (queries, spoilt), selection, of_out, True), clean, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("dtype", "shapes"), [("float32", (512, 4)), ("bfloat16", (256, 4))])
+def test_latents_are_unpacked_as_they_were(dtype, shapes):
+  """Of the published widths: the rotary numbers of two latents share a row of lanes."""
+  latents = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 576)), dtype)
+  form = selected_kernels.Form(512, 576, dtype)
+  compressed, rotary = selected_kernels.pack(latents, form, 8)
+  assert (compressed.shape, rotary.shape) == ((1, 8, shapes[0]), (1, shapes[1], 128))
+  unpacked = selected_kernels.unpack(compressed[0], rotary.reshape(8, 64), form)
+  np.testing.assert_array_equal(unpacked[:5], latents[0])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sao_jax.models.attention import selected_kernels, selected_ranges
+from sao_jax.models.attention import latent_words, selected_kernels, selected_ranges
 from sao_jax.models.attention.selected import selected_attention
 from sao_jax.models.attention.selected_ranges import ranged_attention
 
@@ -17,7 +17,7 @@ ROWS, QUERIES, POSITIONS, HEADS, RANK, WIDTH, SCALE = 2, 20, 44, 3, 6, 9, 0.4
 @pytest.fixture
 def small_parts(monkeypatch):
   """Ranges of 16 positions, of which the last one is filled up; 8 queries at a time; chunks of 8 rows."""
-  monkeypatch.setattr(selected_ranges, "split_positions", lambda *_: selected_kernels.Ranges(3, 16))
+  monkeypatch.setattr(selected_ranges, "split_positions", lambda *_: latent_words.Ranges(3, 16))
   monkeypatch.setattr(selected_kernels, "CHUNK", 8)
   monkeypatch.setattr(selected_ranges, "PIECE_BYTES", 1)
 
@@ -68,9 +68,9 @@ def test_output_and_gradients_are_those_of_the_reference(dtype, small_parts):
 def test_nothing_is_read_of_a_latent_that_is_not_selected(small_parts):
   """Those of another segment may not be finite: neither the output nor a gradient sees them."""
   (queries, latents), of_out = random_inputs("float32")
-  selection = jnp.where(random_selection(most=5) % 16 == 3, -1, random_selection(most=5))
-  selection = -jnp.sort(-jnp.where(selection < 0, POSITIONS + 1, selection))[..., ::-1]
-  selection = jnp.where(selection > POSITIONS, -1, selection).at[..., 0].set(0)
+  chosen = random_selection(most=5).at[..., 0].set(0)
+  others = jnp.where((chosen < 0) | (chosen % 16 == 3), POSITIONS, chosen)
+  selection = jnp.where(jnp.sort(others) < POSITIONS, jnp.sort(others), -1)
   spoilt = latents.at[:, 3::16].set(jnp.nan)
   clean = run(ranged_attention, (queries, latents), selection, of_out, True)
   for a, b in zip(run(ranged_attention, (queries, spoilt), selection, of_out, True), clean, strict=True):
@@ -81,8 +81,8 @@ def test_nothing_is_read_of_a_latent_that_is_not_selected(small_parts):
 def test_latents_are_unpacked_as_they_were(dtype, shapes):
   """Of the published widths: the rotary numbers of two latents share a row of lanes."""
   latents = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 576)), dtype)
-  form = selected_kernels.Form(512, 576, dtype)
-  compressed, rotary = selected_kernels.pack(latents, form, 8)
+  form = latent_words.Form(512, 576, dtype)
+  compressed, rotary = latent_words.pack(latents, form, 8)
   assert (compressed.shape, rotary.shape) == ((1, 8, shapes[0]), (1, shapes[1], 128))
-  unpacked = selected_kernels.unpack(compressed[0], rotary.reshape(8, 64), form)
+  unpacked = latent_words.unpack(compressed[0], rotary.reshape(8, 64), form)
   np.testing.assert_array_equal(unpacked[:5], latents[0])

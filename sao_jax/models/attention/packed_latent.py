@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from sao_jax.models.attention.selected import selected_attention
-from sao_jax.models.attention.selected_ranges import ranged_attention
 from sao_jax.models.attention.shards import gather_sequence
 from sao_jax.models.attention.sparse import Index, choose_in_pair, choose_positions
 from sao_jax.parallel.layout import Layout
@@ -124,7 +123,10 @@ def packed_selected_attention(
   layout: Layout,
 ) -> Float[Array, "B T H R"]:
   """`selected_attention` of absorbed queries over the latents of their row; heads over the axes of "heads"."""
-  local = ranged_attention if layout.platform == "tpu" else selected_attention
+  local = selected_attention
+  if layout.platform == "tpu":  # imported here: elsewhere nobody needs Pallas
+    from sao_jax.models.attention.selected_ranges import ranged_attention as local
+
   if not layout.is_sharded:
     return local(queries, latents, selection, rank, scale)
 

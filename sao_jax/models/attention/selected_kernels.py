@@ -1,16 +1,19 @@
 """Pallas kernels of attention over selected latents: those of a range of positions stay in VMEM while queries pass.
 
-Rows of 1152 bytes are too small to be copied one by one: a copy costs a core more than the row's products. So whole
-ranges of latents lie in VMEM, as many as fit, and a query gathers those that it selected there, by loads of single
-rows. A selection is ascending, so what a query reads of a range is a stretch of it. Queries pass once for each range;
-the results of ranges are put together outside (`selected_ranges`).
+Latents of 1152 bytes are too small to be copied one by one: starting a copy takes longer than multiplying its row. So
+whole ranges of latents lie in VMEM, as long as fit, and a query gathers those that it selected there, by loads of
+single rows. A selection is ascending, so what a query reads of a range is a stretch of it. Queries pass once for each
+range; the results of ranges are put together outside (`selected_ranges`).
 
-A chunk of `CHUNK` selected rows is multiplied at a time, and the last one of every range is filled up with zeros.
-Gradients of latents are added up in fp32, in VMEM too, a row at a time; each range is read and written once.
+`CHUNK` selected rows are multiplied at a time, and the last chunk of a range is filled up with zeros. Gradients of
+latents are added up in VMEM, too, in fp32 and a row at a time; a range of them is read and written once.
 
-A roofline does not see that rows are loaded, stored and added one by one: 3 loads and stores forwards, 5 more of each
-for a gradient, of which a core does about one a cycle, beside the products. Nor does it see that 64 heads fill half of
-a matrix unit of 128 x 128. The declared FLOPs are those of whole chunks, the last one of a range half full on average.
+The declared costs are those of whole chunks, the last one of a range half full on average, and of all bytes between HBM
+and VMEM. A roofline does not see the rows: to gather one takes 3 loads, 3 stores and a rotation of lanes, to add one up
+10 loads, 5 stores and a rotation. At 5 cycles forwards and 15 backwards that is about a minute of each step of GLM-5.2
+for all forward passes, and another for the backward passes, as far as it is not done beside products; an estimate. Nor
+does it see that 64 heads fill half of a matrix unit of 128 x 128, and that late queries meet more ranges than early
+ones: of a row over several devices, the last one is slowest, and for it the costs are declared.
 """
 
 from __future__ import annotations
@@ -22,119 +25,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-LANES, SUBLANES = 128, 8
+from sao_jax.models.attention.latent_words import LANES, SUBLANES, Form, Ranges, Words, unpack
+
 CHUNK = 128  # selected rows that are multiplied at a time
 QUERIES = 8  # of a block
-RANGE_BYTES = 57 * 2**20  # of VMEM that a range takes
 VMEM_BYTES = 64 * 2**20  # of a core of a v5p and of a tpu7x; others have more
 UNREAD = -1e30  # the logarithm of a sum over nothing; finite, so that differences are
-
-
-class Ranges(NamedTuple):
-  """The positions of a row in ranges of equal length.
-
-  Attributes:
-    count: R.
-    keys: W, the positions of a range.
-  """
-
-  count: int
-  keys: int
-
-
-class Words(NamedTuple):
-  """Latents as words of 32 bits, of which VMEM gives single rows.
-
-  Attributes:
-    compressed: a row for each latent. Two numbers of 16 bits share a word.
-    rotary: the other numbers; one word each, and several latents to a row of lanes.
-  """
-
-  compressed: Int[Array, "B S w"]
-  rotary: Int[Array, "B _ l"]
-
-
-class Form(NamedTuple):
-  """The form of a latent.
-
-  Attributes:
-    rank: c, its compressed numbers, the first ones.
-    width: m, all of them.
-    dtype: theirs.
-  """
-
-  rank: int
-  width: int
-  dtype: Any
-
-  @property
-  def is_packed(self) -> bool:
-    """Do two compressed numbers share a word?"""
-    return jnp.dtype(self.dtype).itemsize == 2 and self.rank % 2 == 0
-
-  @property
-  def lanes(self) -> int:
-    """The lanes of a latent's rotary numbers: a power of two, or whole rows of lanes."""
-    rotary = self.width - self.rank
-    return max(1 << (rotary - 1).bit_length(), SUBLANES) if rotary <= LANES else rotary + -rotary % LANES
-
-  @property
-  def sharing(self) -> int:
-    """The latents that share a row of lanes."""
-    return max(1, LANES // self.lanes)
-
-  @property
-  def word_bytes(self) -> int:
-    """The bytes of VMEM that the words of a latent take."""
-    compressed = self.rank // 2 if self.is_packed else self.rank
-    return 4 * (compressed + -compressed % LANES + self.lanes)
-
-  @property
-  def gradient_bytes(self) -> int:
-    """The bytes of VMEM that its gradient takes, in fp32."""
-    return 4 * (self.rank + -self.rank % LANES + self.lanes)
-
-
-def split_positions(positions: int, bytes_per_key: int) -> Ranges:
-  """Returns the fewest equal ranges that fit into VMEM.
-
-  >>> split_positions(131072, 1280), split_positions(131072, 3584)
-  (Ranges(count=3, keys=43776), Ranges(count=8, keys=16384))
-  """
-  count = -(-positions // (RANGE_BYTES // bytes_per_key // LANES * LANES))
-  keys = -(-positions // count)
-  return Ranges(count, keys + -keys % LANES)
-
-
-def pack(latents: Float[Array, "B S m"], form: Form, length: int) -> Words:
-  """Latents as words, filled up to `length` rows.
-
-  A word is a number in fp32; the upper halves of two, where numbers have 16 bits: number i of the first half of the
-  compressed ones below, of the second half above.
-  """
-  bits = jax.lax.bitcast_convert_type(latents.astype(jnp.float32), jnp.uint32)
-  compressed, rotary = jnp.split(bits, [form.rank], axis=-1)
-  if form.is_packed:
-    low, high = jnp.split(compressed, 2, axis=-1)
-    compressed = low >> 16 | high
-
-  rows = (0, length - latents.shape[1])
-  compressed = jnp.pad(compressed, ((0, 0), rows, (0, -compressed.shape[2] % LANES)))
-  rotary = jnp.pad(rotary, ((0, 0), rows, (0, form.lanes - rotary.shape[2])))
-  rotary = rotary.reshape(latents.shape[0], -1, form.sharing * form.lanes)
-  return Words(*(jax.lax.bitcast_convert_type(words, jnp.int32) for words in (compressed, rotary)))
-
-
-def unpack(compressed: Int[Array, "n w"], rotary: Int[Array, "n l"], form: Form) -> Float[Array, "n m"]:
-  """Latents from their words, the rotary ones in the first lanes."""
-  parts = [compressed[:, : form.rank], rotary[:, : form.width - form.rank]]
-  if form.is_packed:
-    shared = compressed[:, : form.rank // 2]
-    parts = [shared << 16, shared & -(2**16), parts[1]]
-  numbers = [jax.lax.bitcast_convert_type(part, jnp.float32).astype(form.dtype) for part in parts]
-  return jnp.concatenate(numbers, axis=1)
 
 
 def forward_kernel(
@@ -160,7 +59,6 @@ def forward_kernel(
     scale: factor on the scores.
     interpret: in Pallas' interpreter.
   """
-
   batch, length, heads, width = queries.shape
   blocks, count = selection.shape[1], ranges.count
   out = jax.ShapeDtypeStruct((count, batch, length, heads, form.rank), queries.dtype)
@@ -216,8 +114,6 @@ def backward_kernel(
     scale: factor on the scores.
     interpret: in Pallas' interpreter.
   """
-  from jax.experimental.pallas import tpu as pltpu
-
   batch, length, heads, width = queries.shape
   blocks, count = selection.shape[1], ranges.count
   of_queries = jax.ShapeDtypeStruct((count, *queries.shape), queries.dtype)
@@ -371,7 +267,7 @@ def _backward(
 
 
 class _Stretch(NamedTuple):
-  """What a query reads of a range, from one of its chunks on.
+  """The part of a selection that lies in a range, from one of its chunks on.
 
   Attributes:
     selection: of the block of queries.
@@ -433,8 +329,6 @@ def _place(position: jax.Array, form: Form) -> tuple[Any, jax.Array]:
 
 def _roll(row: jax.Array, lanes: jax.Array, form: Form) -> jax.Array:
   """A row of lanes, moved to the right."""
-  from jax.experimental.pallas import tpu as pltpu
-
   return row if form.sharing == 1 else pltpu.roll(row, lanes & LANES - 1, 1)
 
 
@@ -447,8 +341,6 @@ def _copy(pairs: Iterable[tuple[Any, Any]], row: jax.Array, number: jax.Array, *
     number: of the range.
     back: from VMEM.
   """
-  from jax.experimental.pallas import tpu as pltpu
-
   for in_hbm, in_vmem in pairs:
     rows = in_vmem.shape[0]
     part = in_hbm.at[row, pl.ds(pl.multiple_of(number * rows, min(rows, SUBLANES)), rows)]
@@ -466,29 +358,23 @@ def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
 
 def _small_specs(selection: Any, bounds: Any) -> list[pl.BlockSpec]:
   """Bounds and selection of a block of queries, in SMEM."""
-  from jax.experimental.pallas import tpu as pltpu
-
   spec = lambda x: pl.BlockSpec((1, 1, *x.shape[2:]), lambda b, r, n: (b, n, 0, 0), memory_space=pltpu.SMEM)
   return [spec(bounds), spec(selection)]
 
 
 def _word_scratch(words: Words, ranges: Ranges, form: Form) -> list[Any]:
   """Room for the words of a range, and of a chunk."""
-  from jax.experimental.pallas import tpu as pltpu
-
   widths = words.compressed.shape[2], words.rotary.shape[2]
   rows = ranges.keys, ranges.keys // form.sharing, CHUNK, CHUNK
   return [pltpu.VMEM(shape, jnp.int32) for shape in zip(rows, widths * 2, strict=True)]
 
 
 def _compiler_params() -> Any:
-  from jax.experimental.pallas import tpu as pltpu
-
   return pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES)
 
 
 def _cost(queries: Any, words: Any, selection: Any, ranges: Ranges, products: int, read: Any, written: Any) -> Any:
-  """What a kernel costs, with `products` numbers multiplied for every head and selected row."""
+  """The cost of a kernel, with `products` numbers multiplied for every head and selected row."""
   batch, length, heads, _ = queries.shape
   pairs = batch * length * heads * (selection.shape[3] + ranges.count * CHUNK // 2)
   size = lambda x: x.size * jnp.dtype(x.dtype).itemsize

@@ -15,16 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from sao_jax.models.attention.kind import ATTENTION_OUT
+from sao_jax.models.attention.latent_words import Form, Ranges, pack, split_positions
 from sao_jax.models.attention.selected import block_width
-from sao_jax.models.attention.selected_kernels import (
-  QUERIES,
-  Form,
-  Ranges,
-  backward_kernel,
-  forward_kernel,
-  pack,
-  split_positions,
-)
+from sao_jax.models.attention.selected_kernels import QUERIES, backward_kernel, forward_kernel
 
 PIECE_BYTES = 2**30  # of the results of all ranges for the queries of a piece
 

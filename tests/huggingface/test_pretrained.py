@@ -14,6 +14,7 @@ from launch import _flags
 from sao_jax.chat.hf_tokenizer import HFTokenizer
 from sao_jax.checkpoints.checkpointer import Checkpointer, load_params
 from sao_jax.config import MODEL_CHECKPOINT
+from sao_jax.configuration.relations import validate
 from sao_jax.configuration.run_record import write_config
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface import convert
@@ -57,6 +58,26 @@ def test_the_command_line(folder, tmp_path):
   assert config.model.tie_embeddings and config.model.d_model == TIED.d_model and config.model.dtype == "bfloat16"
   with pytest.raises(ConfigError, match="model.d_model: 32 was set"):
     _flags.parse([*argv, "--config.model.d_model=32"], flag_values=_flags.flags.FlagValues())
+
+
+def test_contexts_of_a_card_with_yarn(tmp_path):
+  """The file says 16 positions, and its scaling 16 times four: so many are accepted, and not one more."""
+  folder, _ = hf_toy.make_folder(tmp_path / "model", TIED)
+  card = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+  path = hf_toy.change_folder(folder, fields={"max_position_embeddings": 16, "rope_scaling": card})
+  argv = ["train", "--config=tests/toys/training_toy.py", f"--config.model.checkpoint={path}"]
+  parse = lambda context: _flags.parse(
+    [
+      *argv,
+      f"--workdir={tmp_path}",
+      f"--config.sampler.context_length={context}",
+      "--config.rollout.row_lengths=32,128",
+    ],
+    flag_values=_flags.flags.FlagValues(),
+  )
+  validate(parse(64)[0], training=True)
+  with pytest.raises(ConfigError, match="65 tokens, the model is meant for 64"):
+    validate(parse(65)[0], training=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -199,7 +199,8 @@ def _config_fields(
   fields.pop("quantization_config", None)
   dtypes = {"F32": "float32", "BF16": "bfloat16"}
   key = "dtype" if "dtype" in fields else "torch_dtype"
-  return fields | {"model_type": family.model_type, "architectures": [architecture], key: dtypes[planned[0].dtype]}
+  fields = {"model_type": family.model_type} | fields  # a folder may have another name for the format
+  return fields | {"architectures": [architecture], key: dtypes[planned[0].dtype]}
 
 
 def check_export_folder(directory: str | os.PathLike, field: str = "export") -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+
 import numpy as np
 import pytest
 from toys import parity
 
-from sao_jax.config import ModelConfig
+from sao_jax.config import ModelConfig, YarnConfig
 from sao_jax.huggingface.families import family_of_model
 from sao_jax.huggingface.folder import HFFolder
 from sao_jax.huggingface.load import import_policy
 from sao_jax.huggingface.published import PUBLISHED, total_params
 from sao_jax.huggingface.save import export_policy
+from sao_jax.models.attention import attention_kind
+from sao_jax.models.attention.latent import score_scale
+from sao_jax.models.rope import rope_frequencies, yarn_attention_factor
 
 COMMON = {
   "vocab_size": parity.VOCAB,
@@ -45,6 +51,25 @@ DSA = {name: value for name, value in GLM.items() if name not in ("attention_bia
   "index_head_dim": 9,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# Families whose shapes are equal share what is compiled for them.
+TWO_LAYERS = COMMON | {"num_hidden_layers": 2}
+MLA = {name: value for name, value in GLM.items() if name not in ("attention_bias", "head_dim")} | {
+  "num_hidden_layers": 2,
+  "num_key_value_heads": 4,
+  "kv_lora_rank": 12,
+  "q_lora_rank": 20,
+  "qk_nope_head_dim": 10,
+  "qk_rope_head_dim": 4,
+  "v_head_dim": 6,
+  "n_group": 4,
+  "topk_group": 2,
+  "routed_scaling_factor": 2.5,
+  "rms_norm_eps": 1e-6,
+  "max_position_embeddings": 4096,
+  "rope_parameters": YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.8},
+}
 CASES = {
   "qwen3": ("Qwen3Config", COMMON | {"tie_word_embeddings": True}),
   "qwen3 with YaRN": ("Qwen3Config", COMMON | {"rope_parameters": YARN}),
@@ -52,6 +77,20 @@ CASES = {
   "glm4_moe as GLM-4.5": ("Glm4MoeConfig", GLM | {"use_qk_norm": True, "routed_scaling_factor": 2.5}),
   "glm_moe_dsa as GLM-5": ("GlmMoeDsaConfig", DSA),
   "glm_moe_dsa as GLM-5.2": ("GlmMoeDsaConfig", DSA | {"index_topk_freq": 2, "num_hidden_layers": 4}),
+  "qwen2": ("Qwen2Config", TWO_LAYERS | {"max_position_embeddings": 4096}),
+  "seed_oss": ("SeedOssConfig", TWO_LAYERS | {"max_position_embeddings": 4096}),
+  "seed_oss with biases of the output": (
+    "SeedOssConfig",
+    TWO_LAYERS | {"attention_out_bias": True, "max_position_embeddings": 2048, "rope_parameters": LLAMA3},
+  ),
+  "llama with biases": ("LlamaConfig", TWO_LAYERS | {"attention_bias": True, "rope_parameters": LLAMA3}),
+  "llama as 3.1": ("LlamaConfig", TWO_LAYERS | {"max_position_embeddings": 4096, "rope_parameters": LLAMA3}),
+  "mistral": (
+    "MistralConfig",
+    TWO_LAYERS | {"sliding_window": None, "max_position_embeddings": 4096, "rope_parameters": LLAMA3},
+  ),
+  "deepseek_v3": ("DeepseekV3Config", MLA),
+  "glm4_moe_lite as GLM-4.7-Flash": ("Glm4MoeLiteConfig", MLA),
   "glm4_moe in groups": ("Glm4MoeConfig", GLM | {"n_group": 4, "topk_group": 2, "n_shared_experts": 2}),
 }
 
@@ -110,20 +149,25 @@ def test_router_decisions(pair):
 
 
 def test_greedy_sampling(pair):
-  """64 tokens as `generate` finds them; and the sampler's log-probs are the learner's."""
+  """64 tokens in two turns as `generate` finds them."""
   import torch
 
-  prompts = [parity.random_ids(parity.PROMPT, seed=seed).tolist() for seed in (3, 4)]
-  for prompt, completion in zip(prompts, pair.generate(prompts, temperature=0.0), strict=True):
-    ids = torch.as_tensor([prompt])
-    expected = pair.theirs.generate(ids, max_new_tokens=parity.NEW, do_sample=False, attention_mask=ids * 0 + 1)
-    np.testing.assert_array_equal(completion.token_ids, expected[0, len(prompt) :].numpy())
-    assert len(set(completion.token_ids.tolist())) > 3
+  new = lambda length, seed: parity.random_ids(length, seed=seed).tolist()
+  sessions = [[(new(parity.PROMPT, seed), 40), (new(5, seed + 10), parity.NEW - 40)] for seed in (3, 4)]
+  for turns, completions in zip(sessions, pair.generate(sessions, temperature=0.0), strict=True):
+    context, sampled = [], []
+    for (tokens, length), completion in zip(turns, completions, strict=True):
+      ids = torch.as_tensor([context + tokens])
+      expected = pair.theirs.generate(ids, max_new_tokens=length, do_sample=False, attention_mask=ids * 0 + 1)
+      np.testing.assert_array_equal(completion.token_ids, expected[0, ids.shape[1] :].numpy())
+      context, sampled = expected[0].tolist(), sampled + completion.token_ids.tolist()
+    assert len(sampled) == parity.NEW and len(set(sampled)) > 3
 
 
 def test_sampler_and_learner_agree(pair):
   prompts = [parity.random_ids(parity.PROMPT, seed=seed).tolist() for seed in (5, 6)]
-  for prompt, completion in zip(prompts, pair.generate(prompts, temperature=1.0), strict=True):
+  sessions = [[(prompt, parity.NEW)] for prompt in prompts]
+  for prompt, (completion,) in zip(prompts, pair.generate(sessions, temperature=1.0), strict=True):
     _, logprobs = pair.forward(*parity.row_of(np.asarray([*prompt, *completion.token_ids])))
     learned = logprobs[0, len(prompt) : len(prompt) + parity.NEW]
     assert parity.max_difference(completion.logprobs, learned) <= 1e-4
@@ -131,10 +175,16 @@ def test_sampler_and_learner_agree(pair):
 
 @pytest.mark.parametrize("with_base", [True, False])
 def test_the_export_loads_in_transformers(pair, tmp_path, with_base):
-  """No missing or unexpected key, the same logits to the last bit, and the same tensors."""
+  """No missing or unexpected key, the same logits to the last bit, and the same tensors.
+
+  Without a base the family writes config.json, also where another one that could comes first.
+  """
   source = HFFolder(pair.path)
   folder = tmp_path / "exported"
   export_policy(pair.params, pair.config, folder, base=source if with_base else None, shard_bytes=20_000)
+  if not with_base:
+    written = source.family.write(pair.config) | {"model_type": source.family.model_type}
+    (folder / "config.json").write_text(json.dumps(written | {"architectures": [source.family.architecture]}))
   model, info = parity.transformers().AutoModelForCausalLM.from_pretrained(
     folder, attn_implementation="eager", output_loading_info=True
   )
@@ -183,3 +233,25 @@ def test_published_sizes(name):
     theirs = package.AutoModelForCausalLM.from_config(config)
   corrections = [tensor for name, tensor in theirs.named_buffers() if "correction_bias" in name]
   assert sum(tensor.numel() for tensor in [*theirs.parameters(), *corrections]) == total_params(model)
+
+
+STRETCHED = [name for name in PUBLISHED if PUBLISHED[name].model.yarn != YarnConfig()]
+
+
+@pytest.mark.parametrize("name", STRETCHED)
+def test_published_rotary_embeddings(name):
+  """Frequencies, the factor on cos and sin, and that on the scores, for the config.json that we write."""
+  import torch
+
+  package, model = parity.transformers(), PUBLISHED[name].model
+  family = family_of_model(model)
+  config = package.AutoConfig.for_model(family.model_type, **family.write(model))
+  module = importlib.import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
+  rotary = getattr(module, family.architecture.replace("ForCausalLM", "RotaryEmbedding"))(config)
+  frequencies = rope_frequencies(attention_kind(model).rotary_dim(model), model.rope_theta, model.yarn)
+  np.testing.assert_allclose(frequencies, rotary.inv_freq.numpy(), rtol=1e-6)
+  assert yarn_attention_factor(model.yarn) == pytest.approx(rotary.attention_scaling)
+  if model.is_latent:
+    with torch.device("meta"):
+      scale = getattr(module, family.architecture.replace("ForCausalLM", "Attention"))(config, 0).scaling
+    assert score_scale(model) == pytest.approx(scale)

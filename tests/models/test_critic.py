@@ -27,16 +27,25 @@ BIASES = ["q_bias", "k_bias", "v_bias"]
 LATENT = ["q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b", "o"]
 AIR = dataclasses.replace(hf_toy.GLM, qk_norm=False)
 QWEN3_MOE = ModelConfig(num_experts=4)
+LLAMA = dataclasses.replace(hf_toy.DENSE, qk_norm=False)
+ALL_BIASES = dataclasses.replace(LLAMA, attention_bias=True, attention_out_bias=True)
+DEEPSEEK = dataclasses.replace(GLM5, index_topk=0, index_num_heads=0, index_head_dim=0, indexer_types=())
 FROZEN = {  # layers and leaves of attention, per family
   "qwen3": (hf_toy.DENSE, ["dense_layers"], MATRICES + NORMS),
   "qwen3_moe": (QWEN3_MOE, ["moe_layers"], MATRICES + NORMS),
   "glm4_moe": (hf_toy.GLM, ["dense_layers", "moe_layers"], MATRICES + NORMS + BIASES),
   "glm4_moe without q/k norm": (AIR, ["dense_layers", "moe_layers"], MATRICES + BIASES),
   "glm_moe_dsa": (GLM5, ["dense_layers", "moe_layers"], LATENT),
+  "llama": (LLAMA, ["dense_layers"], MATRICES),  # and mistral
+  "qwen2": (dataclasses.replace(LLAMA, attention_bias=True), ["dense_layers"], MATRICES + BIASES),
+  "llama with biases": (ALL_BIASES, ["dense_layers"], MATRICES + BIASES + ["o_bias"]),
+  "seed_oss": (dataclasses.replace(LLAMA, attention_out_bias=True), ["dense_layers"], MATRICES + ["o_bias"]),
+  "deepseek_v3": (DEEPSEEK, ["dense_layers", "moe_layers"], LATENT),  # and glm4_moe_lite
 }
 CORRECTION = {"moe_layers/moe/correction_bias"}
 NO_GRADIENT = {  # frozen whatever the configuration says, per family
   "glm4_moe": CORRECTION,
+  "deepseek_v3": CORRECTION,
   "glm_moe_dsa": CORRECTION | {f"indexer_layers/{leaf}" for leaf in ("q", "k", "k_norm", "k_norm_bias", "weights")},
 }
 

@@ -97,8 +97,8 @@ def test_blocks_of_queries_and_stairs_change_nothing(monkeypatch):
 
 MESHES = {
   "context": ({"context": 4, "data": 2}, toy.CONFIG),
-  "context and tensor": ({"context": 2, "tensor": 2, "fsdp": 2}, toy.CONFIG),
-  "all positions": ({"context": 2, "tensor": 2, "fsdp": 2}, toy.DENSE),
+  "context and tensor": ({"context": 2, "tensor": 2, "fsdp": 2}, dataclasses.replace(toy.CONFIG, yarn=toy.YARN)),
+  "all positions": ({"context": 2, "tensor": 2, "fsdp": 2}, dataclasses.replace(toy.DENSE, yarn=toy.YARN)),
 }
 
 

@@ -85,34 +85,34 @@ class Pair:
       for segment in np.unique(segments[segments > 0]):
         inside = segments == segment
         positions[row, inside] = np.arange(inside.sum())
-    logits, logprobs, experts = jax.device_get(self._program(self.params, ids, positions, segment_ids))
+    logits, logprobs, experts = jax.device_get(_program(self.config, self.params, ids, positions, segment_ids))
     self.experts = [] if experts is None else list(experts)
     return logits, logprobs
 
-  @functools.cached_property
-  def _program(self):
-    def program(params, ids, positions, segment_ids):
-      attend = attention_kind(self.config).packed(self.config, segment_ids, ONE_DEVICE)
-      hidden, _, routed = trunk(params, self.config, ids, positions, attend=attend)
-      logprobs, _ = token_logprobs(params, self.config, hidden, ids, segment_ids)
-      return head_logits(params, self.config, hidden), logprobs, routed and routed.experts
-
-    return jax.jit(program)
-
-  def generate(self, prompts: list[list[int]], temperature: float) -> list[Any]:
-    """Our cached sampler's completions of NEW tokens, all prompts side by side."""
+  def generate(self, sessions: list[list[tuple[list[int], int]]], temperature: float) -> list[list[Any]]:
+    """Our cached sampler's completions of the turns of each session, (new tokens, tokens to sample), side by side."""
     sampler = SamplerConfig(
       num_slots=2, context_length=SHAPE[1], decode_steps=16, decode_batch=2, prefill_buckets=(16,), prefill_batch=1,
       window_buckets=(SHAPE[1],),
     )  # fmt: skip
     scheduler = Scheduler(Engine(self.params, self.config, sampler, seed=0))
-    done = {}
-    for index, prompt in enumerate(prompts):
-      request = GenerateRequest(index, index, prompt, NEW, temperature=temperature)
-      scheduler.submit(request, functools.partial(done.__setitem__, index))
-    while len(done) < len(prompts):
-      scheduler.tick()
-    return [done[index] for index in range(len(prompts))]
+    done = [[] for _ in sessions]
+    for turn in range(len(sessions[0])):
+      for index, turns in enumerate(sessions):
+        last = turn == len(turns) - 1
+        request = GenerateRequest(index, index, *turns[turn], temperature=temperature, keep_slot=not last)
+        scheduler.submit(request, done[index].append)
+      while any(len(completions) <= turn for completions in done):
+        scheduler.tick()
+    return done
+
+
+@functools.partial(jax.jit, static_argnums=0)  # families of one shape share the program
+def _program(config, params, ids, positions, segment_ids):
+  attend = attention_kind(config).packed(config, segment_ids, ONE_DEVICE)
+  hidden, _, routed = trunk(params, config, ids, positions, attend=attend)
+  logprobs, _ = token_logprobs(params, config, hidden, ids, segment_ids)
+  return head_logits(params, config, hidden), logprobs, routed and routed.experts
 
 
 def load_pair(config: Any, path: pathlib.Path) -> Pair:

@@ -7,18 +7,33 @@ from typing import Any
 
 from sao_jax.config import ModelConfig
 from sao_jax.errors import ConfigError
-from sao_jax.huggingface.families import glm4_moe, glm_moe_dsa, qwen3, qwen3_moe
+from sao_jax.huggingface.families import (
+  deepseek_v3,
+  glm4_moe,
+  glm4_moe_lite,
+  glm_moe_dsa,
+  llama,
+  mistral,
+  qwen2,
+  qwen3,
+  qwen3_moe,
+  seed_oss,
+)
 from sao_jax.huggingface.families.family import DEFAULT_MODEL, Family, shape_differences
 
-FAMILIES = (qwen3.FAMILY, qwen3_moe.FAMILY, glm4_moe.FAMILY, glm_moe_dsa.FAMILY)
+# Where several can hold a model, the first of them writes it.
+FAMILIES = (
+  *(qwen3.FAMILY, qwen3_moe.FAMILY, qwen2.FAMILY, llama.FAMILY, mistral.FAMILY, seed_oss.FAMILY, glm4_moe.FAMILY),
+  *(glm_moe_dsa.FAMILY, deepseek_v3.FAMILY, glm4_moe_lite.FAMILY),
+)
 
 
 def family_of_fields(fields: Mapping[str, Any]) -> Family:
   """Returns the family that a config.json belongs to. ConfigError when its model_type is unknown."""
   for family in FAMILIES:
-    if family.model_type == fields.get("model_type"):
+    if fields.get("model_type") in (family.model_type, *family.other_types):
       return family
-  known = ", ".join(family.model_type for family in FAMILIES)
+  known = ", ".join(name for family in FAMILIES for name in (family.model_type, *family.other_types))
   raise ConfigError("config.json model_type", f"{fields.get('model_type')!r} is not implemented.", f"Use {known}.")
 
 

@@ -6,6 +6,7 @@ tensor holds it: `matrix`, `vector` or `unchanged`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 
 from sao_jax.config import ModelConfig
+from sao_jax.errors import ConfigError
 from sao_jax.huggingface.families.fields import Declared, Fields
 from sao_jax.parallel.params import Specs, path_name
 
@@ -110,6 +112,7 @@ class Family:
     beyond_trunk: takes the fields of a config.json, defaults filled in, returns the prefixes of the tensors that a
       folder may hold beside the model (those of multi-token prediction); import leaves them alone, export keeps them.
     layers: takes a configuration and a parameter's full name, returns the layers of the model that it stacks.
+    other_types: further names in config.json, of models in the same format.
   """
 
   model_type: str
@@ -121,6 +124,7 @@ class Family:
   float32: frozenset[str] = frozenset()
   beyond_trunk: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda fields: ()
   layers: Callable[[ModelConfig, str], tuple[int, ...]] = lambda config, name: stacked_layers(config, name)
+  other_types: tuple[str, ...] = ()
 
   def model_config(self, fields: Mapping[str, Any], model: ModelConfig = DEFAULT_MODEL) -> ModelConfig:
     """Returns `model` with the shape that a config.json gives; fields outside `SHAPE` stay.
@@ -137,7 +141,8 @@ class Family:
     """Returns the declaration of every field of config.json that the family knows."""
     reader = Fields({}, self.defaults)
     self.read(reader)
-    reader.finish(self.model_type)
+    with contextlib.suppress(ConfigError):  # a file without fields need not be a model: a Mistral has a window then
+      reader.finish(self.model_type)
     return reader.declared
 
   def prefixes_beyond_trunk(self, fields: Mapping[str, Any]) -> tuple[str, ...]:

@@ -10,19 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from sao_jax.config import ModelConfig
-from sao_jax.huggingface.families import glm4_moe, qwen3, qwen3_moe
+from sao_jax.huggingface.families import deepseek_v3, glm4_moe, qwen3
 from sao_jax.huggingface.families.family import Family, matrix, stacked_layers, vector
 from sao_jax.huggingface.families.fields import Fields
 from sao_jax.huggingface.families.rotary_fields import read_rope
 from sao_jax.models.attention.sparse import is_full
 
 # config.json -> ModelConfig, with the same value.
-SAME = {
-  **{name: name for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
-  "index_topk": "index_topk",
-  "index_n_heads": "index_num_heads",
-  "index_head_dim": "index_head_dim",
-}
+SAME = {"index_topk": "index_topk", "index_n_heads": "index_num_heads", "index_head_dim": "index_head_dim"}
 DEFAULTS = qwen3.COMMON | {
   "vocab_size": 154_880,
   "hidden_size": 6144,
@@ -57,15 +52,6 @@ DEFAULTS = qwen3.COMMON | {
   "mlp_layer_types": (),
   "indexer_types": (),
 }
-LATENT = {
-  "attention/q_a": matrix("self_attn.q_a_proj.weight"),
-  "attention/q_a_norm": vector("self_attn.q_a_layernorm.weight"),
-  "attention/q_b": matrix("self_attn.q_b_proj.weight"),
-  "attention/kv_a": matrix("self_attn.kv_a_proj_with_mqa.weight"),
-  "attention/kv_a_norm": vector("self_attn.kv_a_layernorm.weight"),
-  "attention/kv_b": matrix("self_attn.kv_b_proj.weight"),
-  "attention/o": matrix("self_attn.o_proj.weight", inputs=2),
-}
 INDEXER = {
   "q": matrix("self_attn.indexer.wq_b.weight"),
   "k": matrix("self_attn.indexer.wk.weight"),
@@ -78,25 +64,21 @@ INDEXER = {
 def read(fields: Fields) -> dict[str, Any]:
   """Reads the shape of a GLM-5."""
   # The only variants that are implemented.
-  fields.only("attention_bias", False)
   fields.only("mlp_bias", False)
-  fields.only("rope_interleave", True)
   fields.only("indexer_rope_interleave", True)
   fields.only("moe_layer_freq", 1)
   fields.only("moe_router_dtype", "float32")
 
-  # Settings of training and of multi-token prediction, and the sum of two other fields.
+  # Settings of training and of multi-token prediction.
   glm4_moe.read_prediction_layers(fields)
-  fields.irrelevant("ep_size", "pretraining_tp", "qk_head_dim", "index_share_for_mtp_iteration")
+  fields.irrelevant("ep_size", "index_share_for_mtp_iteration")
 
   # The fields with a counterpart in ModelConfig.
-  shape = qwen3.read_common(fields)
+  shape = deepseek_v3.read_latent(fields)
   num_layers = shape["num_layers"]
   shape |= read_rope(fields)
   shape |= glm4_moe.read_experts(fields, num_layers, aliases=("num_experts", "num_local_experts"))
   shape |= {ours: fields.take(theirs) for theirs, ours in SAME.items()}
-  if shape["num_kv_heads"] != shape["num_heads"]:
-    fields.refuse("num_key_value_heads", shape["num_kv_heads"])
 
   # Lists with an entry per layer: of attention and feed-forward only the arrangements that the model has.
   kinds = fields.take("layer_types")
@@ -108,9 +90,7 @@ def read(fields: Fields) -> dict[str, Any]:
     if feed_forward != ["dense"] * dense + ["sparse"] * (num_layers - dense):
       fields.refuse("mlp_layer_types", feed_forward)
   types = read_indexer_types(fields, num_layers)
-
-  # The head dimension is that of the rotated part, as in transformers, whatever the file says.
-  return shape | {"indexer_types": types, "head_dim": shape["qk_rope_head_dim"], "qk_norm": False}
+  return shape | {"indexer_types": types}
 
 
 def read_indexer_types(fields: Fields, num_layers: int) -> tuple[str, ...]:
@@ -137,16 +117,9 @@ def read_pattern(fields: Fields) -> tuple[str, ...]:
 
 def write(config: ModelConfig) -> dict[str, Any]:
   """Writes the config.json of a GLM-5, without layers for multi-token prediction."""
-  return (
-    qwen3.write_common(config)
-    | glm4_moe.write_experts(config)
-    | {theirs: getattr(config, ours) for theirs, ours in SAME.items()}
-    | {
-      "attention_bias": config.attention_bias,
-      "indexer_types": ["full" if full else "shared" for full in is_full(config)],
-      "num_nextn_predict_layers": 0,
-    }
-  )
+  indexers = {theirs: getattr(config, ours) for theirs, ours in SAME.items()}
+  types = ["full" if full else "shared" for full in is_full(config)]
+  return deepseek_v3.write(config) | indexers | {"indexer_types": types}
 
 
 def layers(config: ModelConfig, name: str) -> tuple[int, ...]:
@@ -162,7 +135,7 @@ FAMILY = Family(
   defaults=DEFAULTS,
   read=read,
   write=write,
-  tensors=qwen3.EMBEDDINGS | qwen3.NORMS | qwen3.DENSE | qwen3_moe.EXPERTS | glm4_moe.ROUTED | LATENT | INDEXER,
+  tensors=deepseek_v3.FAMILY.tensors | INDEXER,
   float32=frozenset({"moe/correction_bias", "moe/router"}),
   beyond_trunk=glm4_moe.prediction_layers,
   layers=layers,

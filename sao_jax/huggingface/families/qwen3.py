@@ -66,10 +66,18 @@ DENSE = {
 }
 
 
-def read_common(fields: Fields) -> dict[str, Any]:
-  """Reads the fields that all our families share."""
+def read_common(fields: Fields, dropout: bool = False) -> dict[str, Any]:
+  """Reads the fields that all our families share.
+
+  Args:
+    fields: the fields of a config.json.
+    dropout: True if it may name a rate of dropout, which other trainers apply and nothing here does.
+  """
   fields.only("hidden_act", "silu")
-  fields.only("attention_dropout", 0.0)
+  if dropout:
+    fields.take("attention_dropout", least=0)
+  else:
+    fields.only("attention_dropout", 0.0)
   shape = {ours: fields.take(theirs) for theirs, ours in SAME.items()}
 
   # Null, and no default, mean what follows from the heads.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sao_jax.config import ModelConfig, YarnConfig
-from sao_jax.huggingface.families.fields import Fields
+from sao_jax.huggingface.families.fields import MISSING, Fields
 from sao_jax.models.rope import yarn_mscale
 
 THETA = 10_000.0  # the default of transformers
@@ -16,14 +16,17 @@ KEYS = (
 )
 
 
-def read_rope(fields: Fields, *, yarn: bool = False, partial: float | None = None) -> dict[str, Any]:
+def read_rope(
+  fields: Fields, *, yarn: bool = False, partial: float | None = None, latent: bool = False
+) -> dict[str, Any]:
   """Reads rope_theta, rotary_fraction and yarn.
 
   Args:
     fields: the fields of a config.json.
-    yarn: True if the family may be stretched by YaRN; any other scaling is refused.
+    yarn: True if the family may be stretched, by YaRN or as Llama 3.1; any other scaling is refused.
     partial: the default of partial_rotary_factor in a family that rotates a part of its dimensions; None: it rotates
       all of them, whatever the field says.
+    latent: True for latent attention, whose scores mscale_all_dim makes sharper.
   """
   # One of two objects decides: the older one where it holds anything.
   old, new = fields.section("rope_scaling"), fields.section("rope_parameters")
@@ -41,10 +44,10 @@ def read_rope(fields: Fields, *, yarn: bool = False, partial: float | None = Non
     rope.refuse("partial_rotary_factor", fraction)
   read = {"rope_theta": theta, "rotary_fraction": fraction if partial else 1.0}
 
-  # YaRN where the family has it; of all other kinds only "default", which scales nothing.
-  kind = rope.take("rope_type", rope.take("type", "default"))
-  if kind == "yarn" and yarn:
-    read["yarn"] = _read_yarn(rope, fields.take("max_position_embeddings"), outer)
+  # A stretched context where the family has it; of all other kinds only "default", which scales nothing.
+  kind, read_scaling = rope.take("rope_type", rope.take("type", "default")), {"yarn": _read_yarn, "llama3": _read_llama}
+  if kind in read_scaling and yarn:
+    read["yarn"] = read_scaling[kind](rope, fields.take("max_position_embeddings"), outer, latent)
     if fraction != 1.0 and not partial:
       rope.refuse("partial_rotary_factor", fraction)  # transformers cannot run it
   elif kind != "default":
@@ -54,13 +57,30 @@ def read_rope(fields: Fields, *, yarn: bool = False, partial: float | None = Non
   return read
 
 
-def _read_yarn(rope: Fields, max_positions: int, outer: int | None) -> YarnConfig:
+def _read_llama(rope: Fields, max_positions: int, outer: int | None, latent: bool) -> YarnConfig:
+  """Reads the settings of Llama 3.1, whose scores and rotary embeddings keep their size."""
+  del latent
+  yarn = YarnConfig(
+    factor=rope.take("factor", MISSING, kind=float),
+    original_positions=outer or rope.take("original_max_position_embeddings", max_positions),
+    beta_fast=rope.take("high_freq_factor", MISSING, kind=float),
+    beta_slow=rope.take("low_freq_factor", MISSING, kind=float),
+    attention_factor=1.0,
+    ramp="turns",
+  )
+  if yarn.factor < 1.0:
+    rope.refuse("factor", yarn.factor)
+  return YarnConfig() if yarn.factor == 1.0 else yarn
+
+
+def _read_yarn(rope: Fields, max_positions: int, outer: int | None, latent: bool) -> YarnConfig:
   """Reads the settings of YaRN; those that stretch nothing give the default.
 
   Args:
     rope: the object with the settings.
     max_positions: max_position_embeddings, for a file that does not name the positions of pretraining.
     outer: original_max_position_embeddings beside the object, which counts first.
+    latent: as in `read_rope`.
   """
   original = outer or rope.take("original_max_position_embeddings", max_positions)
   factor = rope.take("factor", kind=float, null=max_positions / original)
@@ -81,6 +101,7 @@ def _read_yarn(rope: Fields, max_positions: int, outer: int | None) -> YarnConfi
     beta_slow=rope.take("beta_slow", 1.0, null=1.0, least=0) or 1.0,
     attention_factor=attention or 0.0,
     truncate=rope.take("truncate", True, null=False),
+    mscale_all_dim=(mscale_all_dim or 0.0) if latent else 0.0,
   )
   return YarnConfig() if factor == 1.0 and yarn.attention_factor in (0.0, 1.0) else yarn
 
@@ -88,8 +109,21 @@ def _read_yarn(rope: Fields, max_positions: int, outer: int | None) -> YarnConfi
 def write_rope(config: ModelConfig) -> dict[str, Any]:
   """Returns rope_theta and rope_scaling, which is None where nothing is stretched."""
   yarn = config.yarn
-  if yarn == YarnConfig():
-    return {"rope_theta": config.rope_theta, "rope_scaling": None}
+  scaling = None if yarn == YarnConfig() else _write_llama(yarn) if yarn.ramp == "turns" else _write_yarn(yarn)
+  return {"rope_theta": config.rope_theta, "rope_scaling": scaling}
+
+
+def _write_llama(yarn: YarnConfig) -> dict[str, Any]:
+  return {
+    "rope_type": "llama3",
+    "factor": yarn.factor,
+    "original_max_position_embeddings": yarn.original_positions,
+    "high_freq_factor": yarn.beta_fast,
+    "low_freq_factor": yarn.beta_slow,
+  }
+
+
+def _write_yarn(yarn: YarnConfig) -> dict[str, Any]:
   scaling = {
     "rope_type": "yarn",
     "factor": yarn.factor,
@@ -98,5 +132,10 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
     "beta_slow": yarn.beta_slow,
     "truncate": yarn.truncate,
   }
-  scaling |= {"attention_factor": yarn.attention_factor} if yarn.attention_factor else {}
-  return {"rope_theta": config.rope_theta, "rope_scaling": scaling}
+  if yarn.mscale_all_dim:
+    scaling["mscale_all_dim"] = yarn.mscale_all_dim
+
+  # As DeepSeek writes that cos and sin keep their size: vLLM and SGLang read it from these two.
+  if yarn.mscale_all_dim and yarn.attention_factor == 1.0:
+    return scaling | {"mscale": yarn.mscale_all_dim}
+  return scaling | ({"attention_factor": yarn.attention_factor} if yarn.attention_factor else {})

@@ -59,7 +59,8 @@ def _ways_to(path: str | os.PathLike, folder: pathlib.Path) -> list[str]:
   if found and there != folder.parent:
     name = found[1]
     target = f"models/{name.rpartition('/')[2]}"
-    return [*ways, f"If {name} is a model on the Hugging Face Hub: {_FETCH.format(name=name, folder=target)}, name it."]
+    fetch = _FETCH.format(name=name, folder=target)
+    return [*ways, f"If {name} is a model on the Hugging Face Hub: {fetch}, then name {target}."]
   return [*ways, f"To fetch a model of the Hugging Face Hub: {_FETCH.format(name='OWNER/NAME', folder=given)}."]
 
 

@@ -49,7 +49,7 @@ def _check_on_disk(folder: pathlib.Path, path: str | os.PathLike, field: str) ->
   if place == folder:
     names = sorted(name for name in os.listdir(folder) if name != UNFINISHED)
     if names:
-      found = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+      found = ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")
       raise ConfigError(field, f"{path} is not empty: it holds {found}.", "Name a new folder.")
   place.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryFile(dir=place):

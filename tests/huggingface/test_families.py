@@ -192,6 +192,14 @@ def test_fields_of_tools_change_nothing():
     assert from_hf_config(fields | tools) == from_hf_config(fields)
 
 
+def test_fields_that_say_what_a_family_does_anyway():
+  coder = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}
+  assert from_hf_config(QWEN3_MOE | coder) == from_hf_config(QWEN3_MOE)
+  for name, value in {"use_qk_norm": False, "qkv_bias": True, "shared_expert_intermediate_size": 64}.items():
+    with pytest.raises(ConfigError, match=f"{name} = {value} is not implemented"):
+      from_hf_config(QWEN3_MOE | {name: value})
+
+
 def test_a_context_may_be_as_long_as_yarn_makes_it():
   """The card of Qwen3: 40,960 positions in the file, 32,768 times four by YaRN."""
   card = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

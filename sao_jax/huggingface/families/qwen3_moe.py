@@ -45,6 +45,11 @@ def read(fields: Fields) -> dict[str, Any]:
   fields.only("attention_bias", False)
   shape = qwen3.read_common(fields)
 
+  # Qwen3-Coder says what the class does anyway.
+  fields.only("use_qk_norm", True)
+  fields.only("qkv_bias", False)
+  fields.only("shared_expert_intermediate_size", 0)
+
   # A window holds in all layers: there are no kinds of them.
   fields.irrelevant("max_window_layers")
   used, window, kinds = (

@@ -20,6 +20,7 @@ from sao_jax.huggingface.families import FAMILIES
 from sao_jax.huggingface.families.fields import MISSING
 from sao_jax.huggingface.families.ignored_fields import IGNORED
 from sao_jax.models.attention import attention_kind
+from sao_jax.models.attention.latent import score_scale
 from sao_jax.models.rope import rope_frequencies, yarn_attention_factor
 
 BY_TYPE = {family.model_type: family for family in FAMILIES}
@@ -33,9 +34,9 @@ READ_WITHOUT_EFFECT = {
 }
 
 # What we implement less of than transformers: the only fields of legal files that may be refused. A factor below 1
-# stretches nothing; where all dimensions are rotated, transformers cannot run YaRN of a part.
+# stretches nothing, nor does a ramp that falls; where all dimensions are rotated, transformers cannot run a part.
 WINDOWS = {"use_sliding_window", "layer_types"}
-EVERYWHERE = {"factor", "partial_rotary_factor", "rope_type"}
+EVERYWHERE = {"factor", "partial_rotary_factor", "high_freq_factor"}
 NOT_IMPLEMENTED = {
   "qwen2": WINDOWS,
   "qwen3": WINDOWS | {"attention_bias"},
@@ -118,16 +119,20 @@ def ours_of(model_type, fields):
 
 
 def theirs_of(package, model_type, fields):
-  """Their configuration and the frequencies and factor of its rotary embedding; an exception if the file is illegal."""
+  """Their configuration, the frequencies and factor of its rotary embedding, and the factor on scores of latents.
+
+  An exception of any kind says that the file is illegal.
+  """
   config = class_of(package, model_type)(**copy.deepcopy(fields))
   module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
   rotary = getattr(module, type(config).__name__.replace("Config", "RotaryEmbedding"))(config)
-  return config, rotary.inv_freq.numpy(), rotary.attention_scaling
+  scale = module.yarn_apply_mscale(config.rope_parameters, 1.0) if hasattr(config, "kv_lora_rank") else 1.0
+  return config, rotary.inv_freq.numpy(), rotary.attention_scaling, scale
 
 
 def assert_same(ours, theirs):
   """All that we take from a file is what transformers makes of it."""
-  config, frequencies, factor = theirs
+  config, frequencies, factor, scale = theirs
   expected = config_files.shape_by_transformers(config)
   assert {name: getattr(ours, name) for name in expected} == expected
   assert not config_files.has_windows(config)
@@ -135,6 +140,9 @@ def assert_same(ours, theirs):
   found = np.asarray(rope_frequencies(rotary_dim, ours.rope_theta, ours.yarn))
   np.testing.assert_allclose(found, frequencies, rtol=2e-5)
   assert yarn_attention_factor(ours.yarn) == pytest.approx(factor, rel=1e-6)
+  if ours.is_latent:
+    width = ours.qk_nope_head_dim + ours.qk_rope_head_dim
+    assert score_scale(ours) == pytest.approx(scale * width**-0.5, rel=1e-6)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -207,15 +207,16 @@ def random_rope(rng: Any) -> dict[str, Any]:
     rope |= {"rope_theta": pick((1e4, 1e6))} if chance(0.5) else {}
     rope |= {"partial_rotary_factor": pick((0.5, 1.0))} if chance(0.1) else {}
     if "llama3" in rope.values():
-      rope |= {"factor": pick((1.0, 8.0)), "low_freq_factor": pick((1.0, 2)), "high_freq_factor": pick((4.0, 3))}
+      rope |= {"factor": pick((1.0, 8.0)), "low_freq_factor": pick((1.0, 2)), "high_freq_factor": pick((4.0, 3, 1.5))}
       rope |= {"original_max_position_embeddings": pick((64, 1024))} if chance(0.6) else {}
+      rope |= {"mscale_all_dim": 0.7} if chance(0.1) else {}
     if "yarn" in rope.values():
       rope["factor"] = pick((1.0, 2, 4.0, None))
       rope |= {"original_max_position_embeddings": pick((64, 1024))} if chance(0.6) else {}
       rope |= {"attention_factor": pick((None, 1.0, 1.3))} if chance(0.4) else {}
       rope |= {"mscale": pick((0.7, 1.0)), "mscale_all_dim": pick((1.0, 0.8))} if chance(0.3) else {}
-      rope |= {"mscale": 0.7} if chance(0.1) else {}
-      rope |= {"beta_fast": pick((16, 24.0, None)), "beta_slow": pick((1, 2.0, None))} if chance(0.4) else {}
+      rope |= {pick(("mscale", "mscale_all_dim")): 0.7} if chance(0.2) else {}
+      rope |= {"beta_fast": pick((16, 24.0, None)), "beta_slow": pick((1, 2.0, 20.0, None))} if chance(0.4) else {}
       rope |= {"truncate": pick((True, False))} if chance(0.3) else {}
     return rope
 

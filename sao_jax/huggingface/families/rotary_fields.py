@@ -58,8 +58,8 @@ def read_rope(
 
 
 def _read_llama(rope: Fields, max_positions: int, outer: int | None, latent: bool) -> YarnConfig:
-  """Reads the settings of Llama 3.1, whose scores and rotary embeddings keep their size."""
-  del latent
+  """Reads the settings of Llama 3.1, whose rotary embeddings keep their size; the arguments are those of YaRN."""
+  mscale_all_dim = rope.take("mscale_all_dim", None, kind=float, least=0)
   yarn = YarnConfig(
     factor=rope.take("factor", MISSING, kind=float),
     original_positions=outer or rope.take("original_max_position_embeddings", max_positions),
@@ -67,9 +67,12 @@ def _read_llama(rope: Fields, max_positions: int, outer: int | None, latent: boo
     beta_slow=rope.take("low_freq_factor", MISSING, kind=float),
     attention_factor=1.0,
     ramp="turns",
+    mscale_all_dim=(mscale_all_dim or 0.0) if latent else 0.0,
   )
   if yarn.factor < 1.0:
     rope.refuse("factor", yarn.factor)
+  if yarn.beta_fast <= yarn.beta_slow:
+    rope.refuse("high_freq_factor", yarn.beta_fast)
   return YarnConfig() if yarn.factor == 1.0 else yarn
 
 
@@ -114,13 +117,14 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_llama(yarn: YarnConfig) -> dict[str, Any]:
-  return {
+  scaling = {
     "rope_type": "llama3",
     "factor": yarn.factor,
     "original_max_position_embeddings": yarn.original_positions,
     "high_freq_factor": yarn.beta_fast,
     "low_freq_factor": yarn.beta_slow,
   }
+  return scaling | ({"mscale_all_dim": yarn.mscale_all_dim} if yarn.mscale_all_dim else {})
 
 
 def _write_yarn(yarn: YarnConfig) -> dict[str, Any]:

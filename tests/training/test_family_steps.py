@@ -16,7 +16,14 @@ from sao_jax.models.critic import critic_params_from_policy, frozen_critic_paths
 from sao_jax.parallel.params import path_name
 
 # Every bias of attention, and frequencies of Llama 3.1; latent attention without an indexer, and YaRN of DeepSeek-V3.
-GROUPED = {"num_heads": 4, "num_kv_heads": 2, "qk_norm": False, "attention_bias": True, "attention_out_bias": True}
+GROUPED = {
+  "num_experts": 0,
+  "num_heads": 4,
+  "num_kv_heads": 2,
+  "qk_norm": False,
+  "attention_bias": True,
+  "attention_out_bias": True,
+}
 GROUPED |= {"yarn": YarnConfig(8.0, 64, beta_fast=4.0, attention_factor=1.0, ramp="turns")}
 LATENT = {
   "num_heads": 4,
@@ -39,7 +46,7 @@ def test_two_steps(model):
   config = training_toy.replace(
     training_toy.get_config(),
     model=model | {"lora": LoRAConfig(rank=2)},
-    algorithm={"value_updates": 1, "value_head_initializer": "normal"},
+    algorithm={"value_updates": 1, "advantage_values": "pre"},
     mesh={"data": 1, "fsdp": 2, "context": 2, "tensor": 2},
   )
   validate(config, training=True)

@@ -21,8 +21,7 @@ MESHES = {
 def make_config(**mesh):
   return training_toy.replace(
     training_toy.get_config(),
-    model={"num_heads": 4, "num_kv_heads": 2, "num_experts": 4, "num_layers": 2, "d_ff_shared": 16}
-    | {"attention_bias": True, "attention_out_bias": True},
+    model={"num_heads": 4, "num_kv_heads": 2, "num_experts": 4, "num_layers": 2, "d_ff_shared": 16},
     # A gradient that is nearly zero must not turn rounding into a whole Adam step.
     policy_optimizer={"learning_rate": 1e-2, "eps": 1e-3},
     critic_optimizer={"learning_rate": 1e-2, "eps": 1e-3},

@@ -16,21 +16,20 @@ ROWS, QUERIES, POSITIONS, HEADS, RANK, WIDTH, SCALE = 2, 20, 44, 3, 6, 9, 0.4
 
 @pytest.fixture
 def small_parts(monkeypatch):
-  """Ranges of 16 positions, of which the last one is filled up; 8 queries at a time; chunks of 8 rows."""
-  monkeypatch.setattr(selected_ranges, "split_positions", lambda *_: latent_words.Ranges(3, 16))
-  monkeypatch.setattr(selected_kernels, "CHUNK", 8)
+  """Two ranges of 32 positions, the last one filled up; 8 queries at a time; chunks of 16 rows and of 8."""
+  monkeypatch.setattr(selected_ranges, "split_positions", lambda *_: latent_words.Ranges(2, 32))
+  monkeypatch.setattr(selected_kernels, "CHUNK", 16)
   monkeypatch.setattr(selected_ranges, "PIECE_BYTES", 1)
 
 
 def random_selection(most, seed=0):
-  """Ascending positions of every query, one to `most` of them, then -1: up to 12 stand side by side in a range."""
+  """Ascending positions of every query, one to `most` of them, then -1; the first ones stand side by side."""
   rng, selection = np.random.default_rng(seed), np.full((ROWS, QUERIES, most), -1, np.int32)
   for row, query in np.ndindex(ROWS, QUERIES):
     first, count = rng.integers(0, POSITIONS - 12), rng.integers(1, most + 1)
     near = np.arange(first, first + 12)
-    chosen = near if count >= 12 else rng.choice(near, count, replace=False)
     others = rng.choice(np.setdiff1d(np.arange(POSITIONS), near), max(count - 12, 0), replace=False)
-    selection[row, query, :count] = np.sort(np.concatenate([chosen, others]))
+    selection[row, query, :count] = np.sort(np.concatenate([near[:count], others]))
   return jnp.asarray(selection)
 
 
@@ -52,9 +51,11 @@ def run(attention, inputs, selection, of_out, *options):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_output_and_gradients_are_those_of_the_reference(dtype, small_parts):
-  """Stretches of several chunks and empty ones, ranges and queries that are filled up, and entries of -1."""
+  """Ranges that a query reads nothing of, half a chunk, a whole one, and both; entries of -1."""
   inputs, of_out = random_inputs(dtype)
-  selection = random_selection(most=18)
+  selection = random_selection(most=30)
+  stretches = [np.sum(np.asarray(selection) // 32 == number, axis=-1) for number in (0, 1)]
+  assert {-(-int(size) // 8) for size in np.ravel(stretches)} >= {0, 1, 2, 3}
   got = run(ranged_attention, inputs, selection, of_out, True)
   expected = run(selected_attention, inputs, selection, of_out)
 

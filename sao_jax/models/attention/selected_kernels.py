@@ -5,15 +5,16 @@ whole ranges of latents lie in VMEM, as long as fit, and a query gathers those t
 single rows. A selection is ascending, so what a query reads of a range is a stretch of it. Queries pass once for each
 range; the results of ranges are put together outside (`selected_ranges`).
 
-`CHUNK` selected rows are multiplied at a time, and the last chunk of a range is filled up with zeros. Gradients of
-latents are added up in VMEM, too, in fp32 and a row at a time; a range of them is read and written once.
+`CHUNK` selected rows are multiplied at a time; the last ones of a range are filled up with zeros, to a whole or to half
+a chunk. Gradients of latents are added up in VMEM, too, in fp32 and a row at a time; a range of them is read and
+written once.
 
-The declared costs are those of whole chunks, the last one of a range half full on average, and of all bytes between HBM
-and VMEM. A roofline does not see the rows: to gather one takes 3 loads, 3 stores and a rotation of lanes, to add one up
-10 loads, 5 stores and a rotation. At 5 cycles forwards and 15 backwards that is about a minute of each step of GLM-5.2
-for all forward passes, and another for the backward passes, as far as it is not done beside products; an estimate. Nor
-does it see that 64 heads fill half of a matrix unit of 128 x 128, and that late queries meet more ranges than early
-ones: of a row over several devices, the last one is slowest, and for it the costs are declared.
+The declared costs are those of all bytes between HBM and VMEM, and of the chunks: a quarter of one is filled up in
+every range on average. A roofline does not see the rows. To gather one takes 3 loads, 3 stores and a rotation of lanes,
+to add one up 10 loads, 5 stores and a rotation. At 5 cycles forwards and 15 backwards that is about a minute of each
+step of GLM-5.2 for all forward passes, and another for the backward passes, as far as it is not done beside products;
+an estimate. Nor does it see that 64 heads fill half of a matrix unit of 128 x 128, and that late queries meet more
+ranges than early ones: of a row over several devices, the last one is slowest, and for it the costs are declared.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from sao_jax.models.attention.latent_words import LANES, SUBLANES, Form, Ranges, Words, unpack
 
-CHUNK = 128  # selected rows that are multiplied at a time
+CHUNK = 128  # selected rows that are multiplied at a time; half of it is a multiple of `SUBLANES`
 QUERIES = 8  # of a block
 VMEM_BYTES = 64 * 2**20  # of a core of a v5p and of a tpu7x; others have more
 UNREAD = -1e30  # the logarithm of a sum over nothing; finite, so that differences are
@@ -175,10 +176,9 @@ def _forward(
     own = queries[0, i]
 
     # The softmax goes on from chunk to chunk: its largest score, its sum, and the weighted sum.
-    def chunk(c: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def chunk(size: int, start: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
       top, total, weighted = carry
-      stretch = _Stretch(selection, i, first + c * CHUNK, last, number * keys)
-      rows, here = _gather(stretch, words, form)
+      rows, here = _gather(_Stretch(selection, i, start, last, number * keys), size, words, form)
       scores = jnp.where(here, _dot(own, rows, 1, 1) * scale, UNREAD)
       new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
       weights, shrink = jnp.exp(scores - new_top), jnp.exp(top - new_top)
@@ -188,7 +188,7 @@ def _forward(
 
     column = lambda value: jnp.full((heads, 1), value, jnp.float32)
     start = column(UNREAD), column(0.0), jnp.zeros((heads, form.rank), jnp.float32)
-    top, total, weighted = jax.lax.fori_loop(0, pl.cdiv(last - first, CHUNK), chunk, start)
+    top, total, weighted = _for_chunks(chunk, first, last, start)
 
     # A query that selected nothing here gives nothing.
     some = total > 0
@@ -233,9 +233,9 @@ def _backward(
     logsumexp, mean = column(i), column(QUERIES + i)
     of_query[...] = jnp.zeros_like(of_query)
 
-    def chunk(c: jax.Array, _: None) -> None:
-      stretch = _Stretch(selection, i, first + c * CHUNK, last, number * keys)
-      rows, here = _gather(stretch, words, form)
+    def chunk(size: int, start: jax.Array, _: None) -> None:
+      stretch = _Stretch(selection, i, start, last, number * keys)
+      rows, here = _gather(stretch, size, words, form)
 
       # Through the weighted sum and the softmax.
       scores = _dot(own, rows, 1, 1) * scale
@@ -246,17 +246,17 @@ def _backward(
       # A latent is a key with all its numbers, a value with the first ones. Rows that fill the chunk up get zeros.
       of_query[...] += _dot(of_scores, rows, 1, 0)
       of_keys = _dot(of_scores, own, 0, 0)
-      of_rows[...] = of_keys[:, :rank] + _dot(weights.astype(form.dtype), of_own, 0, 0)
-      of_rotary[:, : form.width - rank] = of_keys[:, rank:]
+      of_rows[:size] = of_keys[:, :rank] + _dot(weights.astype(form.dtype), of_own, 0, 0)
+      of_rotary[:size, : form.width - rank] = of_keys[:, rank:]
 
       def add(slot: jax.Array, position: jax.Array) -> None:
         totals[0][pl.ds(position, 1), :] += of_rows[pl.ds(slot, 1), :]
         at, lane = _place(position, form)
         totals[1][at, :] += _roll(of_rotary[pl.ds(slot, 1), :], lane, form)
 
-      _for_each(stretch, add)
+      _for_each(stretch, size, add)
 
-    jax.lax.fori_loop(0, pl.cdiv(last - first, CHUNK), chunk, None)
+    _for_chunks(chunk, first, last, None)
     of_queries[0, 0, i] = of_query[...].astype(of_queries.dtype)
 
   jax.lax.fori_loop(0, QUERIES, query, None)
@@ -284,11 +284,21 @@ class _Stretch(NamedTuple):
   base: Any
 
 
-def _gather(stretch: _Stretch, words: tuple[Any, ...], form: Form) -> tuple[jax.Array, jax.Array]:
-  """The latents of a chunk, [C, m], zeros behind the last one; and [1, C], where there are any.
+def _for_chunks(chunk: Callable[[int, jax.Array, Any], Any], first: jax.Array, last: jax.Array, carry: Any) -> Any:
+  """`chunk` (size, start, carry) -> carry for whole chunks, then for half of one, if what remains fits into it."""
+  half = CHUNK // 2
+  whole = pl.cdiv(last - first - half, CHUNK)
+  carry = jax.lax.fori_loop(0, whole, lambda c, carry: chunk(CHUNK, first + c * CHUNK, carry), carry)
+  rest = first + whole * CHUNK
+  return jax.lax.fori_loop(0, (rest < last).astype(jnp.int32), lambda _, carry: chunk(half, rest, carry), carry)
+
+
+def _gather(stretch: _Stretch, size: int, words: tuple[Any, ...], form: Form) -> tuple[jax.Array, jax.Array]:
+  """The latents of a chunk, [size, m], zeros behind the last one; and [1, size], where there are any.
 
   Args:
     stretch: begins with the chunk.
+    size: of the chunk.
     words: those of the range, compressed and rotary, and room for those of a chunk.
     form: of latents.
   """
@@ -299,14 +309,14 @@ def _gather(stretch: _Stretch, words: tuple[Any, ...], form: Form) -> tuple[jax.
     at, lane = _place(position, form)
     rotary[pl.ds(slot, 1), :] = _roll(of_range_rotary[at, :], -lane, form)
 
-  _for_each(stretch, load)
+  _for_each(stretch, size, load)
   count = stretch.last - stretch.start
-  rows = unpack(compressed[...], rotary[...], form)
-  rows = jnp.where(jax.lax.broadcasted_iota(jnp.int32, (CHUNK, 1), 0) < count, rows, jnp.zeros_like(rows))
-  return rows, jax.lax.broadcasted_iota(jnp.int32, (1, CHUNK), 1) < count
+  rows = unpack(compressed[:size], rotary[:size], form)
+  rows = jnp.where(jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) < count, rows, jnp.zeros_like(rows))
+  return rows, jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < count
 
 
-def _for_each(stretch: _Stretch, do: Callable[[jax.Array, jax.Array], None]) -> None:
+def _for_each(stretch: _Stretch, size: int, do: Callable[[jax.Array, jax.Array], None]) -> None:
   """`do` (slot, position in the range) for the selected positions of a chunk, then up to seven times for the last one.
 
   Eight at a time: a loop around a single row costs more than the row.
@@ -318,7 +328,7 @@ def _for_each(stretch: _Stretch, do: Callable[[jax.Array, jax.Array], None]) -> 
       slot = number * SUBLANES + each
       do(slot, selection[0, 0, query, jnp.minimum(start + slot, last - 1)] - base)
 
-  jax.lax.fori_loop(0, pl.cdiv(jnp.minimum(last - start, CHUNK), SUBLANES), group, None)
+  jax.lax.fori_loop(0, pl.cdiv(jnp.minimum(last - start, size), SUBLANES), group, None)
 
 
 def _place(position: jax.Array, form: Form) -> tuple[Any, jax.Array]:
@@ -376,7 +386,7 @@ def _compiler_params() -> Any:
 def _cost(queries: Any, words: Any, selection: Any, ranges: Ranges, products: int, read: Any, written: Any) -> Any:
   """The cost of a kernel, with `products` numbers multiplied for every head and selected row."""
   batch, length, heads, _ = queries.shape
-  pairs = batch * length * heads * (selection.shape[3] + ranges.count * CHUNK // 2)
+  pairs = batch * length * heads * (selection.shape[3] + ranges.count * CHUNK // 4)
   size = lambda x: x.size * jnp.dtype(x.dtype).itemsize
   moved = [*words, *[selection] * ranges.count, *read, *written]
   return pl.CostEstimate(flops=2 * pairs * products, transcendentals=pairs, bytes_accessed=sum(size(x) for x in moved))

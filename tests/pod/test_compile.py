@@ -56,6 +56,10 @@ def test_all_programs_compile_for_a_topology(run, topology):
   # Experts are kernels of a TPU: three products, and two more for the gradient of each.
   if RUNS[run].model.num_experts:
     assert all(any(name in kernel for kernel in step["kernels"]) for name in ("gmm", "tgmm"))
+  # So is sparse attention, whose kernels state what they cost.
+  if RUNS[run].model.index_topk:
+    assert {"selected_attention_forward", "selected_attention_backward"} <= set(step["kernels"])
+    assert step["flops"]["attention kernels"] > 0
   assert {row["axes"] for row in step["collectives"]} & {"fsdp", "tensor", "expert", "context"}
   assert step["tokens"] == 16 * LENGTH
 

@@ -19,6 +19,7 @@ from configs import glm_5_2, qwen3_4b, qwen3_30b_a3b
 from sao_jax.config import MeshConfig
 from sao_jax.configuration.relations import validate
 from sao_jax.huggingface.published import total_params
+from sao_jax.models.expert_buffer import FEW_PAIRS
 from sao_jax.parallel.mesh import AXES
 from sao_jax.pod import measure
 from sao_jax.pod.compilations import (
@@ -62,6 +63,33 @@ def test_all_programs_compile_for_a_topology(run, topology):
     assert step["flops"]["attention kernels"] > 0
   assert {row["axes"] for row in step["collectives"]} & {"fsdp", "tensor", "expert", "context"}
   assert step["tokens"] == 16 * LENGTH
+  check_attention(RUNS[run], step)
+  check_experts(RUNS[run], step)
+
+
+def check_attention(config, step):
+  """One kernel forward and one backward per layer and pass; forward again only where nothing is kept."""
+  model = config.model
+  sparse = bool(model.index_topk)
+  names = (
+    ("selected_attention_forward", "selected_attention_backward") if sparse else ("splash_mha_fwd", "splash_mha_d")
+  )
+  forward, backward = (sum(runs for each, runs in step["kernels"].items() if each.startswith(name)) for name in names)
+  trained = model.num_layers * (config.algorithm.value_updates + 1)  # and values are a pass without a gradient
+  again = 0 if model.remat == "attention" else trained
+  assert (forward, backward) == (model.num_layers + trained + again, trained)
+  rematerialised = [name for name, op_name in step["attention kernels"] if "rematted_computation" in op_name]
+  assert any(name.startswith(names[0]) for name in rematerialised) == bool(again)
+
+
+def check_experts(config, step):
+  """Where there are many pairs, experts have no more rows than half above their share of them."""
+  model, shards = config.model, config.mesh.expert
+  tokens = step["tokens"] // step["devices"] * shards
+  pairs = tokens * model.num_experts_per_token
+  if model.num_experts and pairs > FEW_PAIRS:
+    rows = {shape[0] for shape, name in step["arrays"] if "experts" in name and len(shape) == 2 and shape[1] >= 128}
+    assert max(rows) == 1.5 * pairs / shards > tokens
 
 
 @pytest.mark.parametrize("module", [qwen3_30b_a3b, glm_5_2, qwen3_4b])

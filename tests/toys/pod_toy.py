@@ -54,20 +54,41 @@ def tiny_run(model: ModelConfig, mesh: MeshConfig, **sampler: int) -> RunConfig:
 
 RUNS = {
   "dense": tiny_run(DENSE, MeshConfig(fsdp=4, tensor=2)),
-  "experts": tiny_run(dataclasses.replace(DENSE, **EXPERTS), MeshConfig(fsdp=2, expert=2, context=2)),
-  "many": tiny_run(dataclasses.replace(DENSE, **EXPERTS), MeshConfig(fsdp=4, expert=4)),
+  "experts": tiny_run(
+    dataclasses.replace(DENSE, **EXPERTS, remat="attention"), MeshConfig(fsdp=2, expert=2, context=2)
+  ),
+  # So many pairs that they are laid out in buffers.
+  "many": tiny_run(dataclasses.replace(DENSE, **EXPERTS, num_experts_per_token=4), MeshConfig(fsdp=4, expert=4)),
   "latent": tiny_run(dataclasses.replace(DENSE, **LATENT), MeshConfig(fsdp=2, expert=2, context=2)),
 }
 
 
 def compile_in_a_process(run: str, topology: str, programs: tuple[str, ...]) -> list[dict]:
-  """Figures of the programs of one of `RUNS`, all compiled in one process of their own, with less optimization."""
+  """Figures of the programs of one of `RUNS`, all compiled in one process of their own, with less optimization.
+
+  Added are "arrays", all shapes with their operations, and "attention kernels", (name, operation) of each.
+  """
   code = (
     "import json, jax\n"
     "jax.config.update('jax_optimization_level', 'O1')\n"  # latent attention: 57 instead of 72 s of CPU time
-    "from toys.pod_toy import RUNS\n"
-    "from sao_jax.pod.compilations import compile_here\n"
-    f"figures = [compile_here(RUNS[{run!r}], name, {topology!r}, None) for name in {programs!r}]\n"
-    "print(json.dumps(figures))\n"
+    "from toys.pod_toy import RUNS, inspected\n"
+    f"print(json.dumps([inspected(RUNS[{run!r}], name, {topology!r}) for name in {programs!r}]))\n"
   )
   return answer_of(code, timeout=550)
+
+
+def inspected(run: RunConfig, program: str, topology: str) -> dict:
+  """The figures of a program and what it consists of; in a process for it."""
+  from sao_jax.pod import measure
+  from sao_jax.pod.compilations import compile_here
+  from sao_jax.pod.traffic import largest_arrays
+
+  read, parse = [], measure.parse
+  measure.parse = lambda *args, **kwargs: read.append(parse(*args, **kwargs)) or read[-1]
+  figures = compile_here(run, program, topology, None)
+  measure.parse = parse
+  kernels = [each for each, _ in read[0].instructions(fused=True) if each.target == "tpu_custom_call"]
+  return figures | {
+    "arrays": [(each.array.shape, each.op_name) for each in largest_arrays(read[0], count=10**6)],
+    "attention kernels": [(each.name, each.op_name) for each in kernels if "gmm" not in each.name],
+  }

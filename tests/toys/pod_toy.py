@@ -66,7 +66,8 @@ RUNS = {
 def compile_in_a_process(run: str, topology: str, programs: tuple[str, ...]) -> list[dict]:
   """Figures of the programs of one of `RUNS`, all compiled in one process of their own, with less optimization.
 
-  Added are "arrays", all shapes with their operations, and "attention kernels", the name and operation of each that is none of experts.
+  Added are "arrays", all shapes with their operations, and "attention kernels", the name and operation of each that is
+  none of experts.
   """
   code = (
     "import json, jax\n"

@@ -68,3 +68,16 @@ def test_gradients():
   assert not np.any(grads["correction_bias"])
   assert all(np.all(np.isfinite(leaf)) for leaf in grads.values())
   assert np.abs(grads["router"]).max() > 0
+
+
+def test_scores_of_chosen_experts_have_a_gradient_without_a_scatter():
+  """And an expert that there is not has no score, rather than one of its own."""
+  params = {"router": jnp.eye(6, dtype=jnp.float32), "correction_bias": jnp.zeros(6)}
+  x = jnp.asarray([logits_of(SCORES)], jnp.float32)
+  loss = lambda x, replayed: jnp.sum(router.route(params, x, CONFIG, replayed).weights[0, 0])
+  gradient = jax.jit(jax.grad(loss)).trace(x, jnp.asarray([[0, 3]]))
+  assert "scatter" not in str(gradient.jaxpr)
+  # Of s / (s + t) by the logit of s: s (1 - s) t / (s + t)²; for the other logit the same with -t (1 - t) s.
+  expected = np.array([0.9 * 0.1 * 0.6, 0, 0, -0.6 * 0.4 * 0.9, 0, 0]) / 1.5**2
+  np.testing.assert_allclose(gradient.lower().compile()(x, jnp.asarray([[0, 3]]))[0], expected, rtol=1e-5, atol=1e-7)
+  assert np.isnan(router.route(params, x, CONFIG, jnp.asarray([[6, 0]])).weights).all()

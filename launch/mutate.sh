@@ -9,7 +9,7 @@
 # The same command goes on where an earlier one stopped; results are in mutation.jsonl of the current folder.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_environment.sh"
-use_environment "envs,report,test,notebooks,aot"
+use_environment "envs,data,report,test,notebooks,aot"
 
 export OMP_NUM_THREADS=1
 unset XLA_FLAGS PYTEST_ADDOPTS

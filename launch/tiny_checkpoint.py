@@ -9,7 +9,7 @@ from absl import flags, logging
 
 from launch import _flags
 from sao_jax.configuration.output_folder import whole_folder
-from sao_jax.environments.reasoning_gym import INSTRUCTION
+from sao_jax.environments.answers import INSTRUCTION
 from sao_jax.errors import ConfigError
 
 _OUTPUT = flags.DEFINE_string("output", None, "Folder to write; it must be new.", required=True)

@@ -27,6 +27,14 @@ from sao_jax.chat.hf_tokenizer import HFTokenizer
 from sao_jax.chat.template import Message
 from sao_jax.data.prompts import check_split, split_of
 from sao_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from sao_jax.environments.answers import (
+  INSTRUCTION,
+  byte_answer,
+  byte_episode,
+  chat_episode,
+  encode_question,
+  read_answer,
+)
 from sao_jax.environments.base import Demonstration, Environment, StepResult
 from sao_jax.environments.chat_environment import ChatEnvironment, Reply
 from sao_jax.environments.reasoning_gym_tasks import check_task, create_dataset
@@ -36,7 +44,6 @@ from sao_jax.rewards.grader_pool import GraderPool
 from sao_jax.rewards.scalar import check_reward
 
 MAX_DRAWS = 256  # 0.9 ** 256 = 2e-12: only a task with a handful of questions has none in a split
-INSTRUCTION = "Write your final answer between <answer> and </answer>, and nothing else between them."  # of a chat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +134,9 @@ class ReasoningGym:
 
     reward = score(self.dataset(prompt.data["seed"]), entry, answer, self.name)
     if self.tokenizer_folder:
-      return chat_demonstration(self._renderer, entry["question"], answer, reward)
-    return byte_demonstration(tokenizer, entry["question"], answer, reward)
+      said = f"<answer>{answer}</answer>"
+      return chat_episode(self._renderer, chat_messages(entry["question"]), said, reward)
+    return byte_episode(tokenizer, entry["question"], answer, reward)
 
 
 class ReasoningGymPrompts(Sequence[Prompt]):
@@ -213,24 +221,9 @@ class ReasoningGymEpisode(Environment):
     return encode_question(self._tokenizer, self._entry["question"])
 
   async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
-    answer = self._read(action_ids)
+    answer = byte_answer(self._tokenizer, action_ids)
     reward = await _grade(self._settings, self._seed, self._entry, answer)
     return StepResult(np.zeros(0, dtype=np.int32), True, reward, {"answered": float(answer is not None)})
-
-  def _read(self, action_ids: Int[np.ndarray, "n"]) -> str | None:
-    """Returns the text between the last answer token and the end-of-turn token, or None."""
-    ids = np.asarray(action_ids)
-    markers = np.flatnonzero(ids == self._tokenizer.answer_id)
-    if not len(markers) or ids[-1] != self._tokenizer.end_id:
-      return None
-    text = self._tokenizer.decode_bytes(ids[markers[-1] + 1 : -1])
-    return text.strip() if text is not None else None
-
-
-def encode_question(tokenizer: ByteTokenizer, question: str) -> Int[np.ndarray, "n"]:
-  """Encodes the prompt: the question between its turn markers."""
-  before, after = (tokenizer.encode_with_specials(text) for text in ("<|bos|><|user|>", "<|end|><|assistant|>"))
-  return np.concatenate([before, tokenizer.encode(question), after])
 
 
 class ReasoningGymChatEpisode(ChatEnvironment):
@@ -256,16 +249,6 @@ def chat_messages(question: str) -> list[Message]:
   return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": question}]
 
 
-def read_answer(said: str) -> str | None:
-  """Returns the text between the last <answer> and the next </answer> outside the thinking, or None without both."""
-  _, closed, shown = said.rpartition("</think>")
-  start = shown.rfind("<answer>")
-  if start < 0 or (not closed and "<think>" in said):
-    return None
-  answer, end, _ = shown[start + len("<answer>") :].partition("</answer>")
-  return answer.strip() if end else None
-
-
 def corrupt(answer: str, rng: np.random.Generator) -> str:
   """Replaces one letter or digit of the answer by another one; returns "" for an answer without any."""
   places = [place for place, character in enumerate(answer) if character.isascii() and character.isalnum()]
@@ -275,21 +258,3 @@ def corrupt(answer: str, rng: np.random.Generator) -> str:
   alphabet = "0123456789" if answer[place].isdigit() else "abcdefghijklmnopqrstuvwxyz"
   other = str(rng.choice([character for character in alphabet if character != answer[place].lower()]))
   return answer[:place] + (other.upper() if answer[place].isupper() else other) + answer[place + 1 :]
-
-
-def byte_demonstration(tokenizer: ByteTokenizer, question: str, answer: str, reward: float) -> Demonstration:
-  """Makes the episode in which the byte tokenizer's policy gives the answer at once."""
-  prompt = encode_question(tokenizer, question)
-  action = np.concatenate(
-    [[tokenizer.answer_id], tokenizer.encode(answer), [tokenizer.end_id]], dtype=np.int32, casting="same_kind"
-  )
-  mask = np.concatenate([np.zeros(len(prompt), dtype=bool), np.ones(len(action), dtype=bool)])
-  return Demonstration(np.concatenate([prompt, action]), mask, reward)
-
-
-def chat_demonstration(renderer: ChatRenderer, question: str, answer: str, reward: float) -> Demonstration:
-  """Makes the episode in which the assistant gives the answer at once."""
-  session = renderer.start(chat_messages(question))
-  session.act(session.action_ids(f"<answer>{answer}</answer>"))
-  (segment,) = session.segments
-  return Demonstration(segment.token_ids, segment.action_mask, reward)

@@ -12,9 +12,10 @@ from toys.chat_toy import MARKERS, PLAIN, THINKING, TOOLS, message
 from sao_jax.chat.conversation import ChatRenderer
 from sao_jax.chat.hf_tokenizer import HFTokenizer
 from sao_jax.chat.tool_calls import ParseError, parse_hermes
+from sao_jax.environments.answers import INSTRUCTION, read_answer
 from sao_jax.environments.base import check_step_result
 from sao_jax.environments.chat_environment import ChatEnvironment, Reply
-from sao_jax.environments.reasoning_gym import INSTRUCTION, ReasoningGym, read_answer
+from sao_jax.environments.reasoning_gym import ReasoningGym
 from sao_jax.episode import Prompt, PromptKey, Status
 from sao_jax.errors import ConfigError
 from sao_jax.rollout.run_episode import EpisodeLimits, run_episode

@@ -30,7 +30,7 @@ NO_JAX_MODULES = {"errors", "json_values", "missing_folder", "config", "episode"
 CORE_ABOVE_JAX = {"jax", "jaxlib", "flax", "optax", "chex", "orbax"}
 OPTIONAL = (
   *("transformers", "tokenizers", "safetensors", "jinja2", "reasoning_gym", "math_verify"),
-  *("matplotlib", "tensorboardX", "libtpu", "tokamax", "torch", "gcsfs", "fsspec"),
+  *("matplotlib", "tensorboardX", "libtpu", "tokamax", "torch", "gcsfs", "fsspec", "pyarrow"),
 )
 
 

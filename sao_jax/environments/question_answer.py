@@ -1,0 +1,209 @@
+"""Questions of any data set, one turn each: a question is posed, the answer is compared with the right one.
+
+    system prompt, question         a chat, with a tokenizer folder
+    thinking <answer>42</answer>    one action, which ends the episode
+
+With the built-in tokenizer the question stands between its turn markers, and the answer behind the last <|answer|>.
+Scorers read what a policy wrote, so they run in processes that are killed when they take too long.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int
+
+from sao_jax.chat.conversation import ChatRenderer
+from sao_jax.chat.hf_tokenizer import HFTokenizer
+from sao_jax.chat.template import Message
+from sao_jax.data.prompts import check_split, split_of
+from sao_jax.data.records import RecordPrompts
+from sao_jax.data.tfds_source import TFDSPrompts
+from sao_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from sao_jax.environments.answers import (
+  INSTRUCTION,
+  after_thinking,
+  byte_answer,
+  byte_episode,
+  chat_episode,
+  encode_question,
+  read_answer,
+)
+from sao_jax.environments.base import Demonstration, Environment, StepResult
+from sao_jax.environments.chat_environment import ChatEnvironment, Reply
+from sao_jax.episode import BadPrompt, Prompt, PromptKey
+from sao_jax.errors import ConfigError
+from sao_jax.rewards.grader_pool import GraderPool
+from sao_jax.rewards.scalar import check_reward
+from sao_jax.rewards.scorers import find_scorer, score_answer
+
+TFDS = "tfds:"  # before the name of a TensorFlow data set
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionAnswer:
+  """Settings: the data set, the fields of its records, the form of the answer, and its scorer."""
+
+  data: str  # a file or folder (sao_jax/data/records.py), gs:// too, or "tfds:NAME"
+  name: str = "question_answer"  # in prompt keys and metrics
+  question: str = "question"  # field of the records; a dot leads into a field: "extra_info.question"
+  answer: str = "answer"  # field with the right answer, any JSON value that the scorer takes
+  split: str = ""  # of data that has several
+  heldout_data: str = ""  # a data set of its own for evaluation; "": of `data`
+  heldout_split: str = ""  # its split; without either, a tenth of all questions is held out, by their hash
+  tfds_folder: str = ""  # of prepared TensorFlow data sets; "": where that package keeps them
+  system_prompt: str | None = None  # of a chat; None: asks for the tags, if answers stand in tags
+  answer_in: Literal["tags", "reply"] = "tags"  # between <answer> and </answer>, or all that is said after thinking
+  scorer: str = "text"  # text, integer, or "module:function" (sao_jax/rewards/scorers.py)
+  tokenizer_folder: str = ""  # a Hugging Face folder, or MODEL_CHECKPOINT, for a chat; "": the byte tokenizer
+  template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # such as enable_thinking
+  grader_processes: int = 2
+  grader_timeout: float = 10.0  # seconds for one score; a scorer that takes longer has not graded
+
+  def __post_init__(self):
+    find_scorer(self.scorer, "environment.scorer")
+    if self.answer_in not in ("tags", "reply"):
+      raise ConfigError("environment.answer_in", f"{self.answer_in!r} is no place.", 'Use "tags" or "reply".')
+    if self.system_prompt and not self.tokenizer_folder:
+      remedy = "Name a tokenizer_folder, or leave it None."
+      raise ConfigError("environment.system_prompt", "The byte tokenizer has no system role.", remedy)
+
+  def __getstate__(self) -> dict[str, Any]:
+    """Leaves out what was opened: another process opens it again."""
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+  @functools.cached_property
+  def graders(self) -> GraderPool:
+    """The processes that score the answers."""
+    scorer = functools.partial(score_answer, find_scorer(self.scorer))
+    return GraderPool(scorer, processes=self.grader_processes, timeout=self.grader_timeout)
+
+  @functools.cached_property
+  def _renderer(self) -> ChatRenderer:
+    return ChatRenderer(HFTokenizer(self.tokenizer_folder), options=self.template_options)
+
+  @functools.cached_property
+  def _splits(self) -> dict[str, Questions]:
+    """The questions of both splits; without a held-out set the questions of `data` are read once, for their hashes."""
+    source = _open(self, self.data, self.split)
+    if self.heldout_data or self.heldout_split:
+      heldout = _open(self, self.heldout_data or self.data, self.heldout_split)
+      return {"train": Questions(source), "heldout": Questions(heldout)}
+    chosen = {split: array.array("Q") for split in ("train", "heldout")}
+    for index in range(len(source)):
+      chosen[_split_of(source, index)].append(index)
+    return {split: Questions(source, indices) for split, indices in chosen.items()}
+
+  def tokenizer(self) -> Tokenizer:
+    return self._renderer.tokenizer if self.tokenizer_folder else ByteTokenizer()
+
+  def make(self, tokenizer: Tokenizer) -> Environment:
+    return ChatEpisode(self, self._renderer) if self.tokenizer_folder else ByteEpisode(self, tokenizer)
+
+  def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
+    return self._splits[check_split(split)]
+
+  def messages(self, question: str) -> list[Message]:
+    """Writes the conversation before the answer."""
+    wanted = INSTRUCTION if self.system_prompt is None and self.answer_in == "tags" else self.system_prompt
+    user = {"role": "user", "content": question}
+    return [{"role": "system", "content": wanted}, user] if wanted else [user]
+
+  async def grade(self, answer: str | None, gold: Any) -> float:
+    """Scores an answer in a worker process; no answer earns 0."""
+    return 0.0 if answer is None else await self.graders.grade(self.name, answer, gold)
+
+  def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
+    """Says the right answer at once."""
+    question, gold = prompt.data["question"], prompt.data["answer"]
+    answer = str(gold[0] if isinstance(gold, list) and gold else gold)
+    reward = check_reward(score_answer(find_scorer(self.scorer), answer, gold), self.name)
+    tags = self.answer_in == "tags"
+    if self.tokenizer_folder:
+      said = f"<answer>{answer}</answer>" if tags else answer
+      return chat_episode(self._renderer, self.messages(question), said, reward)
+    return byte_episode(tokenizer, question, answer, reward, marked=tags)
+
+
+class Questions(Sequence[Prompt]):
+  """Prompts of a source, all of them or some, numbered from 0; a question that is no text is refused by its place."""
+
+  def __init__(self, source: Sequence[Prompt], chosen: Sequence[int] | None = None):
+    self._source, self._chosen = source, range(len(source)) if chosen is None else chosen
+
+  def __len__(self) -> int:
+    return len(self._chosen)
+
+  def __getitem__(self, index: int) -> Prompt:
+    """Returns one question.
+
+    Raises:
+      BadPrompt: the record is damaged, or what it asks is no text.
+    """
+    if not 0 <= index < len(self):
+      raise IndexError(index)
+    prompt = self._source[int(self._chosen[index])]
+    question = prompt.data["question"]
+    if not isinstance(question, str) or not question.strip():
+      problem = f"Record {prompt.key.id} of {prompt.key.environment} asks {question!r:.80}, which is no text"
+      raise BadPrompt("environment.question", problem, "Name the field with the question", reason="prompt_not_text")
+    return dataclasses.replace(prompt, key=PromptKey(prompt.key.environment, int(index), 0))
+
+
+def _open(settings: QuestionAnswer, data: str, split: str) -> Sequence[Prompt]:
+  """Opens a data set as prompts of question and answer."""
+  fields = {"question": settings.question, "answer": settings.answer}
+  if data.startswith(TFDS):
+    folder = settings.tfds_folder or None
+    name = data.removeprefix(TFDS)
+    return TFDSPrompts(name, split or "train", environment=settings.name, fields=fields, data_dir=folder)
+  return RecordPrompts(data, environment=settings.name, fields=fields, split=split)
+
+
+def _split_of(source: Sequence[Prompt], index: int) -> str:
+  """Returns the split of a question by its hash. One that is damaged is trained on, where it is skipped and counted."""
+  try:
+    question = source[index].data["question"]
+  except BadPrompt:
+    return "train"
+  return split_of(question if isinstance(question, str) else json.dumps(question))
+
+
+class ByteEpisode(Environment):
+  """One question, one answer, in the tokens of the built-in tokenizer."""
+
+  def __init__(self, settings: QuestionAnswer, tokenizer: ByteTokenizer):
+    self.name, self.stop_ids = settings.name, (tokenizer.end_id,)
+    self._settings, self._tokenizer = settings, tokenizer
+
+  async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
+    self._gold = prompt.data["answer"]
+    return encode_question(self._tokenizer, prompt.data["question"])
+
+  async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
+    answer = byte_answer(self._tokenizer, action_ids, marked=self._settings.answer_in == "tags")
+    reward = await self._settings.grade(answer, self._gold)
+    return StepResult(np.zeros(0, dtype=np.int32), True, reward, {"answered": float(answer is not None)})
+
+
+class ChatEpisode(ChatEnvironment):
+  """One question, one answer, as a chat."""
+
+  def __init__(self, settings: QuestionAnswer, renderer: ChatRenderer):
+    super().__init__(settings.name, renderer)
+    self._settings = settings
+
+  async def open(self, prompt: Prompt) -> Sequence[Message]:
+    self._gold = prompt.data["answer"]
+    return self._settings.messages(prompt.data["question"])
+
+  async def respond(self, said: str) -> Reply:
+    answer = read_answer(said) if self._settings.answer_in == "tags" else after_thinking(said)
+    reward = await self._settings.grade(answer, self._gold)
+    return Reply(done=True, reward=reward, info={"answered": float(answer is not None)})

@@ -1,0 +1,81 @@
+"""Scorers by name: functions `(said, gold) -> reward` that compare what was said with the right answer of a data set.
+
+A scorer that is not in the table is named by its place, "module:function". One raises for a right answer that it cannot
+compare with; what a policy said may be any text, and is never a reason to raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from sao_jax.errors import ConfigError
+from sao_jax.rewards.exact_match import integer_match, parse_integer
+
+Scorer = Callable[[str, Any], float]
+
+
+def text_match(said: str, gold: Any) -> float:
+  """Returns 1.0 when the text is the right one, or one of a list of right ones; blanks around it do not count.
+
+  >>> text_match(" Paris\\n", "Paris"), text_match("1.50", 1.5), text_match("grey", ["gray", "grey"])
+  (1.0, 0.0, 1.0)
+  """
+  return float(said.strip() in [_text(each).strip() for each in (gold if isinstance(gold, list) else [gold])])
+
+
+def integer_answer(said: str, gold: Any) -> float:
+  """Returns 1.0 when the whole text spells the right integer, which may itself be a text that spells it."""
+  expected = gold if isinstance(gold, int) and not isinstance(gold, bool) else parse_integer(_text(gold))
+  if expected is None:
+    raise ValueError(f"the right answer {gold!r:.80} is no integer")
+  return integer_match(said, expected)
+
+
+def _text(gold: Any) -> str:
+  if isinstance(gold, bool) or not isinstance(gold, str | int | float):
+    raise ValueError(f"the right answer {gold!r:.80} is neither text nor a number")
+  return str(gold)
+
+
+SCORERS: dict[str, Scorer] = {"text": text_match, "integer": integer_answer}
+
+
+def find_scorer(name: str, field: str = "scorer") -> Scorer:
+  """Returns the scorer of a name.
+
+  Args:
+    name: one of the table, or "module:function".
+    field: named in the error.
+
+  Raises:
+    ConfigError: there is none.
+  """
+  if name in SCORERS:
+    return SCORERS[name]
+  module, colon, function = name.partition(":")
+  remedy = f"Use one of {', '.join(map(repr, SCORERS))}, or 'module:function'."
+  if not colon:
+    raise ConfigError(field, f"There is no scorer {name!r}.", remedy)
+  try:
+    scorer = functools.reduce(getattr, function.split("."), importlib.import_module(module))
+  except (ImportError, AttributeError, ValueError) as error:
+    raise ConfigError(field, f"There is no scorer {name!r}: {error}.", remedy) from error
+  if not callable(scorer):
+    raise ConfigError(field, f"{name!r} is a {type(scorer).__name__}, not a function.", remedy)
+  return scorer
+
+
+def score_answer(scorer: Scorer, said: str, gold: Any) -> float:
+  """Scores what was said. A text on which the scorer fails earns 0 if it can score the right answer itself.
+
+  Raises:
+    Exception: of any kind, from a scorer that cannot compare with this right answer at all.
+  """
+  try:
+    return scorer(said, gold)
+  except Exception:
+    scorer(str(gold[0] if isinstance(gold, list) and gold else gold), gold)
+    return 0.0

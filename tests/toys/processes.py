@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from toys import fork_server
 from toys.paths import REPOSITORY, TESTS
 
 QUICK_COMPILATION = {"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": "false"}
@@ -36,16 +37,22 @@ def environment(**more: object) -> dict[str, str]:
   return os.environ | {"XLA_FLAGS": " ".join(flags)} | {name: str(value) for name, value in more.items()}
 
 
-def start_joined(count: int, command: list[str], logs: pathlib.Path, *, devices: int = 2) -> list[subprocess.Popen]:
-  """Starts a command in `count` processes that join each other on the loopback; their output goes to `logs`."""
+Process = subprocess.Popen | fork_server.Started
+
+
+def start_joined(count: int, command: list[str], logs: pathlib.Path, *, devices: int = 2) -> list[Process]:
+  """Starts a command in `count` processes that join each other on the loopback; their output goes to `logs`.
+
+  The command is a script with its arguments, or a program as in ["-m", "launch.train"].
+  """
   started = []
   for index, variables in enumerate(joining_variables(count, devices)):
     with (logs / f"process_{index}.log").open("w") as log:
-      started.append(
-        subprocess.Popen(
-          [sys.executable, *command], cwd=REPOSITORY, env=variables, stdout=log, stderr=subprocess.STDOUT
-        )
-      )
+      if command[0] == "-m":
+        options = {"cwd": REPOSITORY, "env": variables, "stdout": log, "stderr": subprocess.STDOUT}
+        started.append(subprocess.Popen([sys.executable, *command], **options))
+      else:
+        started.append(fork_server.start(*command, environment=variables, cwd=REPOSITORY, log=log))
   return started
 
 
@@ -63,9 +70,7 @@ def joining_variables(count: int, devices: int) -> list[dict[str, str]]:
   return [common | {"JAX_PROCESS_ID": str(index)} for index in range(count)]
 
 
-def finish_joined(
-  started: list[subprocess.Popen], logs: pathlib.Path, *, timeout: float = 550
-) -> list[tuple[int, str]]:
+def finish_joined(started: list[Process], logs: pathlib.Path, *, timeout: float = 550) -> list[tuple[int, str]]:
   """Waits for all of them; returns (exit status, output) of each. None is left behind.
 
   Those that still run after `timeout` seconds are ended by SIGABRT: their output closes with the stacks of all threads.
@@ -81,7 +86,7 @@ def finish_joined(
   return [(each.returncode, (logs / f"process_{index}.log").read_text()) for index, each in enumerate(started)]
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: Process) -> None:
   """Ends a process that still runs, with the stacks of its threads as its last words where it has some."""
   if process.poll() is None:
     process.send_signal(signal.SIGABRT)

@@ -7,13 +7,11 @@ import dataclasses
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import jax
 import pytest
-from toys import killed_run, processes, training_toy
+from toys import fork_server, killed_run, processes, training_toy
 from toys.paths import REPOSITORY, TESTS
 from toys.runs import assert_identical, interrupted_after
 
@@ -112,10 +110,10 @@ def test_combinations_that_cannot_be_deterministic_are_refused():
 def start(workdir, latency_seed):
   """Starts the kind of run that the directory is named after."""
   kind = workdir.name.removesuffix("_expected")
-  command = [sys.executable, TESTS / "toys" / "killed_run.py", workdir, str(KILLED_STEPS), str(latency_seed), kind]
-  with log_of(workdir).open("ab") as log:  # not a pipe, which would fill up
-    environment = processes.environment(PYTHONPATH=f"{processes.NO_TORCH}:{REPOSITORY}:{TESTS}")
-    return subprocess.Popen(command, cwd=TESTS, env=environment, stdout=log, stderr=log)
+  environment = processes.environment(PYTHONPATH=f"{processes.NO_TORCH}:{REPOSITORY}:{TESTS}")
+  with log_of(workdir).open("ab") as log:
+    script = TESTS / "toys" / "killed_run.py", workdir, KILLED_STEPS, latency_seed, kind
+    return fork_server.start(*script, environment=environment, cwd=TESTS, log=log)
 
 
 def log_of(workdir):

@@ -45,6 +45,7 @@ _NOT_FINITE = {
 _CHUNK = 1 << 16  # numbers that are looked at together
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
+_FREQUENCIES = "rotary_emb.inv_freq"  # part of the names under which old files keep what config.json decides
 
 
 def import_policy(path: str | os.PathLike, config: ModelConfig, mesh: Mesh | None = None) -> Params:
@@ -103,9 +104,10 @@ def check_tensors(folder: HFFolder, config: ModelConfig, specs: Specs) -> None:
   }
   problems = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in folder.tensors]
 
-  # What may be there: these weights, scales of those in FP8, a copy of the tied embedding, tensors beyond the model.
+  # What may be there: these weights, scales of those in FP8, a copy of the tied embedding, tensors beyond the model,
+  # and the frequencies of rotary embeddings, which transformers passes over.
   beyond = folder.beyond_trunk()
-  ignored = set(beyond)
+  ignored = {*beyond, *(name for name in folder.tensors if _FREQUENCIES in name)}
   for name, stored in folder.tensors.items():
     weight = name.removesuffix(SCALE)
     if name in expected:

@@ -93,7 +93,7 @@ def _place(name: str, entry: Any) -> Place:
     found = sum(key == field for key, _ in entry)
     if found != 1:
       raise ValueError(f"{name} has {found or 'no'} {field}")
-  if any(_deeper_than(_DEEPEST - 2, value) for key, value in entry if key not in _FIELDS):  # in two objects already
+  if any(_deeper_than(_DEEPEST - 2, value) for _, value in entry):  # they are in two objects already
     raise ValueError(f"{name} is nested too deeply")
 
   # Names and numbers of the right kind.

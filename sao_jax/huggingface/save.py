@@ -28,7 +28,7 @@ from sao_jax.huggingface.families.family import Family, Tensor, matrix, vector
 from sao_jax.huggingface.folder import CONFIG, HFFolder
 from sao_jax.huggingface.load import check_shape
 from sao_jax.huggingface.safetensors_file import NAMES, PlannedTensor, write_file
-from sao_jax.huggingface.weight_files import INDEX
+from sao_jax.huggingface.weight_files import INDEX, SINGLE
 from sao_jax.models.critic import ADDED, critic_specs
 from sao_jax.models.transformer import param_specs
 from sao_jax.parallel.params import Params, path_name
@@ -211,7 +211,8 @@ def check_export_folder(directory: str | os.PathLike, field: str = "export") -> 
   check_output_folder(directory, field)
   if in_bucket(directory) and located(directory).is_dir():
     names = {path.name for path in located(directory).iterdir()}
-    if not all(name == INDEX or is_carried(name) or name.endswith(".safetensors") for name in names):
+    left = lambda name: name == INDEX or is_carried(name) or name.endswith(".safetensors")
+    if SINGLE in names or not all(map(left, names)):  # that file would be read in place of those that are written
       raise ConfigError(field, f"{directory} is not empty.", "Name a new folder.")
 
 

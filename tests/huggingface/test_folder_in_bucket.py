@@ -101,6 +101,9 @@ def test_an_export_is_that_on_a_disk_and_what_another_has_left_is_no_folder(tmp_
   assert list(objects)[-1] == "hf/export/config.json"  # the last one makes it a folder
   with pytest.raises(ConfigError, match="gs://bucket/hf/export is not empty"):
     export_policy(params, hf_toy.GLM, address)
+  objects.put("hf/other/model.safetensors", b"would be read first, and no export writes it")
+  with pytest.raises(ConfigError, match="gs://bucket/hf/other is not empty"):
+    export_policy(params, hf_toy.GLM, "gs://bucket/hf/other")
 
 
 def test_conversion_from_a_bucket_to_a_bucket_and_back(tmp_path, objects):

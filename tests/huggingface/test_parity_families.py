@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 
+import jax
 import numpy as np
 import pytest
-from toys import parity
+from toys import hf_toy, parity
 
 from sao_jax.config import ModelConfig, YarnConfig
 from sao_jax.huggingface.families import family_of_model
@@ -219,6 +221,17 @@ def test_bf16_folders_come_back_bit_for_bit(case, tmp_path):
     for tensor in source.tensors:
       assert exported.tensors[tensor].dtype == source.tensors[tensor].dtype, tensor
       assert exported.read(tensor).tobytes() == source.read(tensor).tobytes(), tensor
+
+
+def test_frequencies_in_old_files_are_passed_over(tmp_path):
+  """In those of Llama, DeepSeek and others; as in transformers, which finds nothing missing or unexpected."""
+  plain = dataclasses.replace(hf_toy.DENSE, qk_norm=False)
+  folder, params = hf_toy.make_folder(tmp_path / "a", plain)
+  frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones((2,), np.float32) for i in range(2)}
+  path = hf_toy.change_folder(folder, tensors=frequencies)
+  jax.tree.map(np.testing.assert_array_equal, import_policy(path, plain), params)
+  _, info = parity.transformers().AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+  assert not any(info.values())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

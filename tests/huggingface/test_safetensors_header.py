@@ -37,6 +37,11 @@ REFUSED = {
   "NaN": (f'{{"a":{{{A},"scale":NaN}}}}', 8, "NaN is no JSON"),
   "infinite": (f'{{"a":{{{A},"scale":1e999}}}}', 8, "1e999 is too large"),
   "deep": (f'{{"a":{{{A},"x":{"[" * 126}{"]" * 126}}}}}', 8, "nested too deeply"),
+  "a deep shape": (
+    '{"a":{"dtype":"F32","data_offsets":[0,4],"shape":' + '{"x":' * 600 + "[]" + "}" * 602,
+    4,
+    "nested too deeply",
+  ),
   "very deep": ("[" * 100_000, 0, "nested too deeply"),
   "a list": ("[]", 0, "no JSON object"),
 }

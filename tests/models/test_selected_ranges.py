@@ -87,3 +87,15 @@ def test_latents_are_unpacked_as_they_were(dtype, shapes):
   assert (compressed.shape, rotary.shape) == ((1, 8, shapes[0]), (1, shapes[1], 128))
   unpacked = latent_words.unpack(compressed[0], rotary.reshape(8, 64), form)
   np.testing.assert_array_equal(unpacked[:5], latents[0])
+
+
+@pytest.mark.parametrize(("heads", "dtype", "count"), [(8, "bfloat16", 8), (64, "bfloat16", 8), (128, "bfloat16", 9)])
+def test_more_heads_leave_ranges_less_room(heads, dtype, count):
+  """Of the published widths and 131,072 positions, in the backward pass: all fits into VMEM."""
+  form = latent_words.Form(512, 576, dtype)
+  beside = selected_kernels.block_bytes(jnp.zeros((1, 1, heads, 576), dtype), form)
+  assert beside > 2 * selected_kernels.QUERIES * heads * (2 * 576 + 512) * 2
+  bytes_per_key = form.word_bytes + form.gradient_bytes
+  ranges = latent_words.split_positions(131072, bytes_per_key, beside)
+  assert ranges.count == count
+  assert ranges.keys * bytes_per_key + beside <= selected_kernels.VMEM_BYTES - 2 * 2**20

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 LANES, SUBLANES = 128, 8
-RANGE_BYTES = 57 * 2**20  # of VMEM that a range takes, of the 64 MiB that a core of a v5p or tpu7x has
+ROOM_BYTES = 62 * 2**20  # of VMEM for a range and the queries beside it, of the 64 MiB of a core of a v5p or tpu7x
 
 
 class Ranges(NamedTuple):
@@ -80,13 +80,13 @@ class Form(NamedTuple):
     return 4 * (self.rank + -self.rank % LANES + self.lanes)
 
 
-def split_positions(positions: int, bytes_per_key: int) -> Ranges:
-  """Returns the fewest equal ranges that fit into VMEM.
+def split_positions(positions: int, bytes_per_key: int, bytes_beside: int = 0) -> Ranges:
+  """Returns the fewest equal ranges that fit into VMEM, with so many bytes of other things beside them.
 
   >>> split_positions(131072, 1280), split_positions(131072, 3584)
   (Ranges(count=3, keys=43776), Ranges(count=8, keys=16384))
   """
-  count = -(-positions // (RANGE_BYTES // bytes_per_key // LANES * LANES))
+  count = -(-positions // ((ROOM_BYTES - bytes_beside) // bytes_per_key // LANES * LANES))
   keys = -(-positions // count)
   return Ranges(count, keys + -keys % LANES)
 

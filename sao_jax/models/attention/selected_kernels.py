@@ -37,6 +37,17 @@ VMEM_BYTES = 64 * 2**20  # of a core of a v5p and of a tpu7x; others have more
 UNREAD = -1e30  # the logarithm of a sum over nothing; finite, so that differences are
 
 
+def block_bytes(queries: Float[Array, "B T H m"], form: Form) -> int:
+  """The bytes of VMEM that queries take beside a range, in the backward pass, which takes more of it.
+
+  Two blocks at a time, one computed and one on its way, of queries, their gradients and those of weighted sums; and
+  as much of one query in fp32, while it is computed.
+  """
+  width, rank = (size + -size % LANES for size in (form.width, form.rank))
+  numbers = queries.shape[2] * (2 * width + rank)
+  return 2 * QUERIES * numbers * queries.dtype.itemsize + 4 * numbers
+
+
 def forward_kernel(
   queries: Float[Array, "B T H m"],
   words: Words,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from sao_jax.models.attention.kind import ATTENTION_OUT
 from sao_jax.models.attention.latent_words import Form, Ranges, pack, split_positions
 from sao_jax.models.attention.selected import block_width
-from sao_jax.models.attention.selected_kernels import QUERIES, backward_kernel, forward_kernel
+from sao_jax.models.attention.selected_kernels import QUERIES, backward_kernel, block_bytes, forward_kernel
 
 PIECE_BYTES = 2**30  # of the results of all ranges for the queries of a piece
 
@@ -40,7 +40,7 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   """The result, and what the backward pass reads; named, where a policy of rematerialisation sees it."""
   form = Form(rank, latents.shape[2], latents.dtype)
-  ranges = split_positions(latents.shape[1], form.word_bytes)
+  ranges = split_positions(latents.shape[1], form.word_bytes, block_bytes(queries, form))
   words = pack(latents, form, ranges.count * ranges.keys)
 
   def piece(_: None, queries: jax.Array, selection: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
@@ -65,7 +65,8 @@ def _backward(
   """Gradients of queries and latents."""
   queries, latents, selection, out, logsumexp = kept
   form = Form(rank, latents.shape[2], latents.dtype)
-  ranges = split_positions(latents.shape[1], form.word_bytes + form.gradient_bytes)
+  bytes_per_key = form.word_bytes + form.gradient_bytes
+  ranges = split_positions(latents.shape[1], bytes_per_key, block_bytes(queries, form))
   words = pack(latents, form, ranges.count * ranges.keys)
   mean = jnp.einsum("bthr,bthr->bth", out.astype(jnp.float32), of_out.astype(jnp.float32))
 

@@ -60,7 +60,7 @@ class QuestionAnswer:
   tfds_folder: str = ""  # of prepared TensorFlow data sets; "": where that package keeps them
   system_prompt: str | None = None  # of a chat; None: asks for the tags, if answers stand in tags
   answer_in: Literal["tags", "reply"] = "tags"  # between <answer> and </answer>, or all that is said after thinking
-  scorer: str = "text"  # text, integer, or "module:function" (sao_jax/rewards/scorers.py)
+  scorer: str = "text"  # a name of sao_jax/rewards/scorers.py, or "module:function"
   tokenizer_folder: str = ""  # a Hugging Face folder, or MODEL_CHECKPOINT, for a chat; "": the byte tokenizer
   template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # such as enable_thinking
   grader_processes: int = 2

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sao_jax.errors import ConfigError
-from sao_jax.rewards.exact_match import integer_match, parse_integer
+from sao_jax.rewards.exact_match import check_pattern, integer_match, parse_integer, regex_match
+from sao_jax.rewards.json_match import check_json, json_match
+from sao_jax.rewards.math_answer import boxed_math_match, check_gold, math_match
 
 Scorer = Callable[[str, Any], float]
 
@@ -40,7 +42,21 @@ def _text(gold: Any) -> str:
   return str(gold)
 
 
-SCORERS: dict[str, Scorer] = {"text": text_match, "integer": integer_answer}
+SCORERS: dict[str, Scorer] = {
+  "text": text_match,
+  "integer": integer_answer,
+  "math": math_match,
+  "boxed_math": boxed_math_match,
+  "regex": regex_match,
+  "json": json_match,
+}
+# Checks (gold, field) of right answers, which raise a ConfigError, for those who load the data.
+GOLD_CHECKS: dict[str, Callable[[Any, str], None]] = {
+  "math": check_gold,
+  "boxed_math": check_gold,
+  "regex": check_pattern,
+  "json": check_json,
+}
 
 
 def find_scorer(name: str, field: str = "scorer") -> Scorer:

@@ -26,6 +26,12 @@ done
 use_environment "$extras"
 # Only for the published chat templates among its files: the packages that it needs itself are not installed.
 [[ "$extras" != *parity* ]] || "$python" -m pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0
+# Tests of sandboxes are skipped without it, and say so.
+if ! command -v bwrap >/dev/null && [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null; then
+  echo "Installing bubblewrap ..."
+  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq bubblewrap >/dev/null ||
+    echo "It could not be installed." >&2
+fi
 
 cd "$repository"
 # The tests run on simulated CPU devices, whatever this machine has.

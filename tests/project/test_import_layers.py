@@ -19,12 +19,12 @@ ROOMS = (
   *("errors", "json_values", "missing_folder", "config", "configuration", "episode", "interrupt"),
   *("background", "run_lock", "bucket_lock", "mirror", "announce", "types"),
   *("parallel", "models", "sampler", "algorithm", "checkpoints", "huggingface"),
-  *("rewards", "data", "chat", "environments", "rollout"),
+  *("rewards", "sandbox", "data", "chat", "environments", "rollout"),
   *("report", "learner", "evaluation", "training", "benchmarks", "pod", "launch"),
 )
 # The algorithm knows no model, no mesh and no sampler.
 ALGORITHM_MAY_USE = {"errors", "config", "types", "algorithm"}
-WITHOUT_JAX = ("environments", "rewards", "data", "chat")
+WITHOUT_JAX = ("environments", "rewards", "sandbox", "data", "chat")
 # Of the package's own modules, those that rooms without jax may use: `types` itself imports jax.
 NO_JAX_MODULES = {"errors", "json_values", "missing_folder", "config", "episode", *WITHOUT_JAX}
 CORE_ABOVE_JAX = {"jax", "jaxlib", "flax", "optax", "chex", "orbax"}

@@ -1,0 +1,268 @@
+"""The local sandbox: bubblewrap's namespaces around a supervisor that starts one command after another.
+
+Files lie in memory, in file systems that the sandbox alone sees. With its first process all others end, and with the
+last of them everything that it ever wrote: however this process ends, nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sao_jax.episode import InfrastructureFailure
+from sao_jax.sandbox import supervisor
+from sao_jax.sandbox.bubblewrap_command import ACCOUNTS, SYSTEM, View, check_bubblewrap, sandbox_command
+from sao_jax.sandbox.contract import (
+  DEFAULT_LIMITS,
+  CommandResult,
+  FileRefused,
+  SandboxLimits,
+  check_path,
+  check_timeout,
+)
+from sao_jax.sandbox.streams import OutputBudget, read_bounded, write_all
+from sao_jax.sandbox.syscall_filter import compile_filter
+
+NAME = "sandbox"  # in failures
+CLOSED = "it has been closed"
+START_TIMEOUT = 60.0  # seconds
+FILE_TIMEOUT = 60.0  # seconds for a file to be read or written
+GRACE = 10.0  # seconds for the supervisor to kill what it was told to
+MAX_ANSWER = 65536  # bytes
+ENVIRONMENT = {
+  "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+  "HOME": supervisor.WORK,
+  "TMPDIR": "/tmp",
+  "LANG": "C.UTF-8",
+  "PYTHONDONTWRITEBYTECODE": "1",  # that of a file rewritten within a second would be stale
+}
+
+
+class LocalSandbox:
+  """A `Sandbox` on this machine, without docker, for root and for ordinary users; to be used on one event loop.
+
+  >>> async def greet():
+  ...   sandbox = await LocalSandbox.start()
+  ...   try:
+  ...     return (await sandbox.run(["echo", "hello"], timeout=60.0)).stdout
+  ...   finally:
+  ...     await sandbox.close()
+  >>> asyncio.run(greet())
+  b'hello\\n'
+
+  Attributes:
+    limits: of this sandbox.
+    calls: how many commands and files were asked for.
+  """
+
+  def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, errors: int, limits: SandboxLimits):
+    """Takes over what `start` has started."""
+    self._process, self._control = process, control
+    self._errors: int | None = errors  # what bubblewrap and the supervisor say
+    self._turn = asyncio.Lock()
+    self._gone = ""  # why, once it is of no use any more
+    self.limits, self.calls = limits, 0
+
+  @staticmethod
+  def check(view: View = SYSTEM) -> None:
+    """Refuses a machine where no such sandbox can be made, by ConfigError; takes a moment, for before work starts."""
+    check_bubblewrap(view)
+
+  @classmethod
+  async def start(cls, limits: SandboxLimits = DEFAULT_LIMITS, view: View = SYSTEM) -> LocalSandbox:
+    """Starts a sandbox; it must be closed.
+
+    Raises:
+      InfrastructureFailure: it did not start. `check` says more about a machine where none ever starts.
+    """
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control.setblocking(False)
+    errors = os.memfd_create("errors", os.MFD_CLOEXEC)
+    accounts = {name: _memory_file(text.encode("ascii")) for name, text in ACCOUNTS.items()}
+    rules = compile_filter()
+    seccomp = None if rules is None else _memory_file(rules)
+    passed = [*accounts.values(), *([] if seccomp is None else [seccomp])]
+    try:
+      # In this thread, with which it is to end: another one might end earlier.
+      process = subprocess.Popen(
+        sandbox_command(view, limits, accounts, seccomp),
+        stdin=theirs,
+        stdout=errors,
+        stderr=errors,
+        env={},
+        cwd="/",
+        pass_fds=passed,
+      )
+    except OSError as error:
+      control.close()
+      os.close(errors)
+      raise InfrastructureFailure(NAME, f"bubblewrap did not start: {error}") from error
+    finally:
+      theirs.close()
+      for descriptor in passed:
+        os.close(descriptor)
+    sandbox = cls(process, control, errors, limits)
+
+    # The supervisor says that it is there.
+    try:
+      async with asyncio.timeout(START_TIMEOUT):
+        await sandbox._answer()
+    except TimeoutError as error:
+      await sandbox.close()
+      raise InfrastructureFailure(NAME, f"did not start within {START_TIMEOUT:g} s") from error
+    except BaseException:
+      await sandbox.close()
+      raise
+    return sandbox
+
+  async def run(
+    self,
+    command: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    timeout: float,
+    cwd: str | None = None,
+    environment: Mapping[str, str] | None = None,
+  ) -> CommandResult:
+    """Runs a command, see `Sandbox.run`; one that cannot be started has exit status 126 and says why."""
+    command = list(command)
+    request = {
+      "kind": "run",
+      "what": command[0],
+      "command": command,
+      "cwd": check_path(cwd or "."),
+      "environment": ENVIRONMENT | dict(environment or {}),
+    }
+    return await self._exchange(request, stdin, check_timeout(timeout), self.limits.output)
+
+  async def write_file(self, path: str, data: bytes) -> None:
+    """Writes a file and the folders above it, see `Sandbox.write_file`."""
+    request = {"kind": "write", "what": path, "path": check_path(path)}
+    self._check_file(path, await self._exchange(request, data, FILE_TIMEOUT, MAX_ANSWER))
+
+  async def read_file(self, path: str, max_bytes: int) -> bytes:
+    """Reads a whole file, see `Sandbox.read_file`."""
+    request = {"kind": "read", "what": path, "path": check_path(path), "max_bytes": max_bytes}
+    result = await self._exchange(request, b"", FILE_TIMEOUT, max_bytes + MAX_ANSWER)
+    self._check_file(path, result)
+    return result.stdout
+
+  async def close(self) -> None:
+    """Kills all that runs in it, and removes its folders; nothing happens the second time."""
+    self._kill(CLOSED)
+    await asyncio.to_thread(self._process.wait)
+    if self._errors is not None:
+      os.close(self._errors)
+      self._errors = None
+
+  def _check_file(self, path: str, result: CommandResult) -> None:
+    if result.exit_status == supervisor.REFUSED:
+      said = result.stderr.decode("utf-8", "replace").strip()
+      raise FileRefused(path, said.removeprefix(f"{path}: "))
+    if result.exit_status != 0:
+      raise FileRefused(path, f"it could not be read or written whole ({result.killed_for or result.exit_status})")
+
+  async def _exchange(self, request: dict[str, Any], stdin: bytes, timeout: float, output: int) -> CommandResult:
+    """Hands a request and pipes to the supervisor, and waits for the end of all that it has started."""
+    async with self._turn:
+      if self._gone:
+        raise InfrastructureFailure(NAME, f"of no use any more: {self._gone}")
+      self.calls += 1
+      budget = OutputBudget(output)
+      begin = time.monotonic()
+      tasks = self._send(request, stdin, budget)
+      try:
+        killed_for = await self._wait(tasks[0], budget, timeout)
+        async with asyncio.timeout(GRACE):
+          answer = await tasks[0]
+          stdout, stderr = await asyncio.gather(*tasks[1:3])
+      except TimeoutError:
+        # Not even the kernel's SIGKILL was obeyed in time, on a machine that is in trouble. All of it goes.
+        self._kill("its supervisor did not answer")
+        raise InfrastructureFailure(NAME, "the supervisor did not answer") from None
+      except BaseException:
+        self._kill("a call was cancelled or has failed")
+        raise
+      finally:
+        for task in tasks:
+          task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+      seconds = time.monotonic() - begin
+
+    # A limit that the supervisor found comes from inside; time and output were measured here.
+    killed_for = killed_for or (answer["killed_for"] if answer["killed_for"] in ("memory", "disk") else "")
+    killed_for = killed_for or ("output" if budget.truncated else "")
+    status = None if killed_for else answer["exit_status"]
+    timed_out = killed_for == "time"
+    return CommandResult(status, stdout, stderr, timed_out, killed_for, budget.truncated, seconds)
+
+  def _send(self, request: dict[str, Any], stdin: bytes, budget: OutputBudget) -> list[asyncio.Task[Any]]:
+    """Sends a request; returns the tasks that wait for the answer, standard output and error, and that write input."""
+    asked = _memory_file(json.dumps(request).encode("ascii"))
+    (in_read, in_write), (out_read, out_write), (error_read, error_write) = (os.pipe() for _ in range(3))
+    theirs = [asked, in_read, out_write, error_write]
+    try:
+      socket.send_fds(self._control, [supervisor.RUN], theirs)
+    except OSError as error:
+      for descriptor in (in_write, out_read, error_read):
+        os.close(descriptor)
+      self._kill("its supervisor has ended")
+      raise InfrastructureFailure(NAME, f"the supervisor has ended: {error}") from error
+    finally:
+      for descriptor in theirs:
+        os.close(descriptor)
+    waits = (
+      self._answer(),
+      read_bounded(out_read, budget),
+      read_bounded(error_read, budget),
+      write_all(in_write, stdin),
+    )
+    return [asyncio.ensure_future(wait) for wait in waits]
+
+  async def _wait(self, answer: asyncio.Task[Any], budget: OutputBudget, timeout: float) -> str:
+    """Waits until the command ends, or has it killed; returns the limit of time or output that it overstepped."""
+    exceeded = asyncio.ensure_future(budget.exceeded.wait())
+    try:
+      await asyncio.wait({answer, exceeded}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+      if answer.done():
+        return ""
+      with contextlib.suppress(OSError):  # it has ended by itself: the answer says so
+        self._control.send(supervisor.KILL)
+      return "output" if budget.exceeded.is_set() else "time"
+    finally:
+      exceeded.cancel()
+
+  async def _answer(self) -> dict[str, Any]:
+    line = b""
+    with contextlib.suppress(OSError):
+      line = await asyncio.get_running_loop().sock_recv(self._control, MAX_ANSWER)
+    if not line:
+      self._kill("its supervisor has ended")
+      said = os.pread(self._errors, 500, 0).decode("utf-8", "replace").strip()
+      raise InfrastructureFailure(NAME, f"the supervisor has ended: {said or 'without a word'}")
+    return json.loads(line)
+
+  def _kill(self, why: str) -> None:
+    """Ends the first process, and so all of them; from now on every call fails."""
+    self._gone = self._gone or why
+    self._control.close()
+    with contextlib.suppress(ProcessLookupError):
+      self._process.kill()
+
+
+def _memory_file(data: bytes) -> int:
+  """Makes a file in memory that nobody can change, positioned at its beginning."""
+  descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+  with open(os.dup(descriptor), "wb") as file:
+    file.write(data)
+  os.lseek(descriptor, 0, os.SEEK_SET)
+  fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+  return descriptor

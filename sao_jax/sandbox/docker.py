@@ -1,0 +1,261 @@
+"""The sandbox in a docker container, through docker's command line: for images with tools of their own.
+
+The container's first process waits for the end of its standard input, which this process holds: it ends with us, and
+docker removes it. Commands are another user's than that process, so that they can be killed all at once without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import posixpath
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from sao_jax.episode import InfrastructureFailure
+from sao_jax.errors import ConfigError
+from sao_jax.sandbox.contract import (
+  DEFAULT_LIMITS,
+  CommandResult,
+  FileRefused,
+  SandboxLimits,
+  check_path,
+  check_timeout,
+)
+from sao_jax.sandbox.streams import OutputBudget, read_bounded, write_all
+
+NAME = "sandbox"  # in failures
+WORK = "/work"
+USER = "65534:65534"
+ENVIRONMENT = {"HOME": WORK, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}  # beside the image's own
+START_TIMEOUT = 300.0  # seconds; an image that is not there is pulled
+CONTROL_TIMEOUT = 60.0  # seconds for docker itself
+FILE_TIMEOUT = 60.0  # seconds for a file to be read or written
+MAX_SAID = 65536  # bytes that docker itself may say
+REFUSED = 125
+KILLED = 128 + 9
+FIRST = "echo ready; exec cat > /dev/null"
+# A path is (folder, name), the folder as it is without symlinks; `refuse` says why and ends.
+FILE = """refuse() { echo "$1" >&2; exit 125; }
+cd -P -- "$1" 2>/dev/null || refuse "its folder is not there"
+[ "$(pwd -P)" = "$1" ] || refuse "a symlink leads to it"
+[ ! -L "./$2" ] || refuse "it is a symlink"
+"""
+READ = f"""{FILE}
+[ -e "./$2" ] || refuse "No such file or directory"
+[ -f "./$2" ] || refuse "it is no plain file"
+size=$(wc -c < "./$2") || refuse "it cannot be read"
+[ "$size" -le "$3" ] || refuse "it has $size bytes, more than $3"
+cat "./$2"
+"""
+WRITE = f"""mkdir -p -- "$1" 2>/dev/null
+{FILE}
+[ ! -e "./$2" ] || [ -f "./$2" ] || refuse "it is no plain file"
+cat > "./$2" || refuse "it cannot be written"
+"""
+
+
+class DockerSandbox:
+  """A `Sandbox` in a container of one image, which has a shell and the usual small programs; for one event loop.
+
+  Attributes:
+    limits: of this sandbox.
+    calls: how many commands and files were asked for.
+  """
+
+  def __init__(self, docker: str, name: str, first: subprocess.Popen[bytes], limits: SandboxLimits):
+    """Takes over what `start` has started."""
+    self._docker, self._name, self._first = docker, name, first
+    self._turn = asyncio.Lock()
+    self._gone = ""  # why, once it is of no use any more
+    self.limits, self.calls = limits, 0
+
+  @staticmethod
+  def check() -> str:
+    """Returns the path of docker's program; refuses a machine without it or its server, by ConfigError."""
+    docker = shutil.which("docker")
+    if docker is None:
+      raise ConfigError("sandbox", "docker is not installed.", "Install it, or use the LocalSandbox.")
+    asked = [docker, "version", "--format", "{{.Server.Version}}"]
+    done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CONTROL_TIMEOUT)
+    if done.returncode:
+      problem = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+      raise ConfigError("sandbox", f"docker's server does not answer: {problem}.", "Start it, and join its group.")
+    return docker
+
+  @classmethod
+  async def start(cls, image: str, limits: SandboxLimits = DEFAULT_LIMITS) -> DockerSandbox:
+    """Starts a container; it must be closed.
+
+    Raises:
+      InfrastructureFailure: it did not start.
+    """
+    docker = shutil.which("docker")
+    if docker is None:
+      raise InfrastructureFailure(NAME, "docker is not installed", retryable=False)
+    name = f"sao-jax-{secrets.token_hex(8)}"
+    first = subprocess.Popen(
+      container_command(docker, name, image, limits),
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      start_new_session=True,  # out of reach of the terminal's Ctrl-C
+    )
+    sandbox = cls(docker, name, first, limits)
+    try:
+      async with asyncio.timeout(START_TIMEOUT):
+        said = await asyncio.to_thread(first.stdout.readline)
+    except BaseException as error:
+      await sandbox.close()
+      if isinstance(error, TimeoutError):
+        raise InfrastructureFailure(NAME, f"no container within {START_TIMEOUT:g} s") from error
+      raise
+    if said.strip() != b"ready":
+      problem = await asyncio.to_thread(first.stderr.read, 500)
+      await sandbox.close()
+      raise InfrastructureFailure(NAME, f"docker did not start it: {problem.decode('utf-8', 'replace').strip()}")
+    return sandbox
+
+  async def run(
+    self,
+    command: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    timeout: float,
+    cwd: str | None = None,
+    environment: Mapping[str, str] | None = None,
+  ) -> CommandResult:
+    """Runs a command, see `Sandbox.run`; one that cannot be started has exit status 126 or 127, as docker says."""
+    folder = posixpath.normpath(f"{WORK}/{check_path(cwd or '.')}")
+    variables = ENVIRONMENT | dict(environment or {})
+    if any("\0" in word for word in (*command, *variables, *variables.values())):
+      return CommandResult(126, b"", b"an argument holds a zero byte\n", False, "", 0, 0.0)
+    options = [word for key, value in variables.items() for word in ("--env", f"{key}={value}")]
+    options += ["--workdir", folder]
+    return await self._exchange(options, list(command), stdin, check_timeout(timeout), self.limits.output)
+
+  async def write_file(self, path: str, data: bytes) -> None:
+    """Writes a file and the folders above it, see `Sandbox.write_file`."""
+    await self._file(WRITE, path, [], data, MAX_SAID)
+
+  async def read_file(self, path: str, max_bytes: int) -> bytes:
+    """Reads a whole file, see `Sandbox.read_file`."""
+    return (await self._file(READ, path, [str(max_bytes)], b"", max_bytes + MAX_SAID)).stdout
+
+  async def close(self) -> None:
+    """Removes the container, and all that runs in it; nothing happens the second time."""
+    if self._gone == "it has been closed":
+      return
+    self._gone = "it has been closed"
+    with contextlib.suppress(OSError):
+      self._first.stdin.close()
+    with contextlib.suppress(InfrastructureFailure):  # it has gone already
+      await self._call(["rm", "--force", "--volumes", self._name])
+    with contextlib.suppress(ProcessLookupError):
+      self._first.kill()
+    await asyncio.to_thread(self._first.wait)
+    self._first.stdout.close()
+    self._first.stderr.close()
+
+  async def _file(self, script: str, path: str, more: list[str], data: bytes, output: int) -> CommandResult:
+    folder, name = posixpath.split(posixpath.normpath(f"{WORK}/{check_path(path)}"))
+    command = ["sh", "-c", script, "sh", folder, name, *more]
+    result = await self._exchange([], command, data, FILE_TIMEOUT, output)
+    if result.exit_status != 0:
+      said = result.stderr.decode("utf-8", "replace").strip() if result.exit_status == REFUSED else ""
+      raise FileRefused(path, said or f"it could not be read or written whole ({result.exit_status})")
+    return result
+
+  async def _exchange(
+    self, options: list[str], command: list[str], stdin: bytes, timeout: float, output: int
+  ) -> CommandResult:
+    """Runs `docker exec`, and kills afterwards whatever it has left behind."""
+    async with self._turn:
+      if self._gone:
+        raise InfrastructureFailure(NAME, f"of no use any more: {self._gone}")
+      self.calls += 1
+      begin = time.monotonic()
+      words = ["exec", "--interactive", "--user", USER, *options, self._name, *command]
+      try:
+        result = await run_bounded([self._docker, *words], stdin, timeout, output)
+        await self._call(["exec", "--user", USER, self._name, "sh", "-c", "kill -9 -1"])
+        running, out_of_memory = await self._state() if result.exit_status else (True, False)
+      except BaseException:
+        self._gone = "a call was cancelled or has failed"
+        # Cancelled or not, nothing goes on in there.
+        with contextlib.suppress(OSError):
+          self._first.stdin.close()
+        raise
+    if not running:
+      self._gone = "its container has ended"
+      raise InfrastructureFailure(NAME, self._gone)
+    memory = not result.killed_for and result.exit_status == KILLED and out_of_memory
+    changed = {"exit_status": None, "killed_for": "memory"} if memory else {}
+    return dataclasses.replace(result, seconds=time.monotonic() - begin, **changed)
+
+  async def _state(self) -> tuple[bool, bool]:
+    """Asks if the container runs, and if the kernel has killed in it for memory."""
+    said = await self._call(["inspect", "--format", "{{.State.Running}} {{.State.OOMKilled}}", self._name])
+    running, _, out_of_memory = said.stdout.decode("ascii", "replace").strip().partition(" ")
+    return running == "true", out_of_memory == "true"
+
+  async def _call(self, words: list[str]) -> CommandResult:
+    result = await run_bounded([self._docker, *words], b"", CONTROL_TIMEOUT, MAX_SAID)
+    if result.killed_for:
+      raise InfrastructureFailure(NAME, f"docker {words[0]} took too long, or said too much")
+    return result
+
+
+def container_command(docker: str, name: str, image: str, limits: SandboxLimits) -> list[str]:
+  """Makes the command that starts a container with nothing but what an agent needs."""
+  small = f"rw,exec,nosuid,nodev,size={limits.disk},nr_inodes={limits.files},mode=1777"
+  folders = ["--read-only", "--tmpfs", f"{WORK}:{small}", "--tmpfs", f"/tmp:{small}", "--shm-size", str(limits.disk)]
+  rights = ["--network", "none", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--ipc", "private"]
+  sizes = ["--memory", str(limits.memory), "--memory-swap", str(limits.memory)]
+  sizes += ["--pids-limit", str(limits.processes + 4)]  # with docker's own two and a pair that kills
+  sizes += ["--ulimit", f"fsize={limits.file_bytes}", "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0"]
+  first = ["--user", "0:0", "--workdir", WORK, "--hostname", "sandbox", "--entrypoint", "sh", image, "-c", FIRST]
+  label = ["--name", name, "--label", "sao_jax.sandbox"]
+  return [docker, "run", "--rm", "--interactive", "--init", *label, *folders, *rights, *sizes, *first]
+
+
+async def run_bounded(command: Sequence[str], stdin: bytes, timeout: float, output: int) -> CommandResult:
+  """Runs a program of this machine, bounded in time and output; it is killed when it oversteps one of them."""
+  budget, begin = OutputBudget(output), time.monotonic()
+  (in_read, in_write), (out_read, out_write), (error_read, error_write) = (os.pipe() for _ in range(3))
+  try:
+    process = subprocess.Popen(command, stdin=in_read, stdout=out_write, stderr=error_write, start_new_session=True)
+  except OSError as error:
+    for descriptor in (in_write, out_read, error_read):
+      os.close(descriptor)
+    raise InfrastructureFailure(NAME, f"{command[0]} did not start: {error}") from error
+  finally:
+    for descriptor in (in_read, out_write, error_write):
+      os.close(descriptor)
+
+  # The end of both outputs is the end of the program.
+  writing = asyncio.ensure_future(write_all(in_write, stdin))
+  reading = asyncio.gather(read_bounded(out_read, budget), read_bounded(error_read, budget))
+  exceeded = asyncio.ensure_future(budget.exceeded.wait())
+  killed_for = ""
+  try:
+    await asyncio.wait({reading, exceeded}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    if not reading.done():
+      killed_for = "output" if budget.exceeded.is_set() else "time"
+      process.kill()
+    stdout, stderr = await reading
+    killed_for = killed_for or ("output" if budget.truncated else "")
+    status = await asyncio.to_thread(process.wait)
+  finally:
+    process.kill()
+    for task in (writing, reading, exceeded):
+      task.cancel()
+    await asyncio.gather(writing, reading, exceeded, return_exceptions=True)
+    process.wait()
+  timed_out, seconds = killed_for == "time", time.monotonic() - begin
+  return CommandResult(None if killed_for else status, stdout, stderr, timed_out, killed_for, budget.truncated, seconds)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from sao_jax.data.mixed_prompts import InTurns, MixedPrompts, Turns
 from sao_jax.episode import BadPrompt, Prompt
 from sao_jax.errors import ConfigError
 
@@ -180,6 +181,7 @@ def make_prompt_iterator(
 
   Args:
     source: random access (`len`, `[index]`) to prompts of epoch 0; may raise BadPrompt for an item that is damaged.
+      Sources of `MixedPrompts` take turns by their weights, each in epochs of its own.
     seed: seed of the shuffle.
     shuffle: False keeps the source's order.
     epochs: passes over the source; None: endless.
@@ -199,7 +201,24 @@ def make_prompt_iterator(
   if epochs is not None and epochs < 1:
     raise ConfigError("epochs", f"{epochs} epochs hold no prompt.", "Use at least 1, or None for an endless iterator.")
 
-  # The key of a prompt holds its epoch, so the same prompt has another name in every pass.
+  # The iterator cuts the order into shards last: all hosts agree on the global order.
+  order = {"length": len(source), "seed": seed, "shuffle": shuffle, "epochs": epochs, "shard": [index, count]}
+  if not isinstance(source, MixedPrompts):
+    return PromptIterator(_passes(source, seed, shuffle, epochs), order)
+
+  # Sources of a mixture go through epochs of their own, each as if it were alone.
+  if epochs is not None:
+    raise ConfigError("epochs", "A mixture has no passes: each of its sources does.", "Use None.")
+  turns = Turns(source.weights, seed)
+  passes = [_passes(each, turns.seed_of(number), shuffle, None) for number, each in enumerate(source.sources)]
+  order |= {"length": [*map(len, source.sources)], "weights": [*source.weights]}
+  return PromptIterator(grain.MapDataset.source(InTurns(passes, turns)), order)
+
+
+def _passes(source: Sequence[Prompt], seed: int, shuffle: bool, epochs: int | None) -> grain.MapDataset:
+  """Makes the order of one source. The key of a prompt holds its epoch, so it has another name in every pass."""
+  import grain
+
   length = len(source)
 
   def with_epoch(position: int, prompt: Prompt | BadPrompt) -> Prompt | BadPrompt:
@@ -207,11 +226,7 @@ def make_prompt_iterator(
       return prompt
     return dataclasses.replace(prompt, key=prompt.key._replace(epoch=position // length))
 
-  # The iterator cuts the order into shards last: all hosts agree on the global order.
   dataset = grain.MapDataset.source(_Items(source)).seed(seed)
   if shuffle:
     dataset = dataset.shuffle()
-  dataset = dataset.repeat(epochs).map_with_index(with_epoch)
-
-  order = {"length": length, "seed": seed, "shuffle": shuffle, "epochs": epochs, "shard": [index, count]}
-  return PromptIterator(dataset, order)
+  return dataset.repeat(epochs).map_with_index(with_epoch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from absl import logging
@@ -17,6 +17,7 @@ from sao_jax.learner.placement import place
 from sao_jax.learner.sampler_side import make_service
 from sao_jax.parallel.agreement import Processes
 from sao_jax.parallel.process import WHOLE, DataShare
+from sao_jax.report.by_environment import SEPARATOR, added, success_sums
 from sao_jax.report.success_rate import Success, success
 from sao_jax.sampler.fixed_weights import FixedSampler
 from sao_jax.sampler.follower import FollowingService
@@ -36,6 +37,7 @@ class Evaluation:
     policy_version: the version that sampled every token.
     trajectories: the episodes.
     skipped: number of prompts that nobody can attempt: too long, empty or damaged; they enter no statistic, either.
+    environments: sums of the graded episodes of each environment, by its name, see `success_sums`.
   """
 
   success: Success
@@ -45,14 +47,29 @@ class Evaluation:
   policy_version: int
   trajectories: list[Trajectory]
   skipped: int = 0
+  environments: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
   def __str__(self) -> str:
     left_out = ((self.ungraded, "could not be graded"), (self.skipped, "skipped"))
-    return ", ".join([str(self.success), *(f"{count} prompts {what}" for count, what in left_out if count)])
+    parts = [f"{name} {each}" for name, each in self.successes.items()] if len(self.environments) > 1 else []
+    return ", ".join([str(self.success), *parts, *(f"{count} prompts {what}" for count, what in left_out if count)])
+
+  @property
+  def successes(self) -> dict[str, Success]:
+    """The success of each environment, by its name."""
+    confidence = self.success.confidence
+    return {
+      name: success(sums["successes"], sums["trials"], confidence) for name, sums in sorted(self.environments.items())
+    }
 
   def metrics(self) -> dict[str, float]:
-    """Returns the numbers for the metrics file."""
-    return {
+    """Returns the numbers for the metrics file; those of several environments behind the ones of all episodes."""
+    own: dict[str, float] = {}
+    for name, each in self.successes.items() if len(self.environments) > 1 else ():
+      reward = self.environments[name]["reward"] / each.trials if each.trials else float("nan")
+      values = {"success": each.rate, "low": each.low, "high": each.high, "trials": each.trials, "reward": reward}
+      own |= {f"heldout_{key}{SEPARATOR}{name}": value for key, value in values.items()}
+    return own | {
       "heldout_success": self.success.rate,
       "heldout_low": self.success.low,
       "heldout_high": self.success.high,
@@ -105,6 +122,7 @@ def evaluate(
       "The held-out split has %d prompts, not evaluation.prompts=%d: each is used once.", len(source), settings.prompts
     )
   prompts, damaged = read_prompts(source, settings.prompts)
+  names = {prompt.key.environment for prompt in prompts}
   index, count = share
   first, prompts, damaged = index * len(prompts), prompts[index::count], damaged[index::count]
 
@@ -137,6 +155,7 @@ def evaluate(
     policy_version=version,
     trajectories=trajectories,
     skipped=skipped + len(damaged),
+    environments=success_sums(trajectories, settings.success_threshold, names),
   )
 
 
@@ -161,12 +180,14 @@ def merged(
       "sampled": own.mean_sampled * trials if trials else 0.0,
       "ungraded": own.ungraded,
       "skipped": own.skipped,
+      "environments": dict(own.environments),
     }
   shares = processes.gather("the shares of an evaluation", sums, look)
   if None in shares:
     return None
 
   # Means and interval are made of the sums, as if one process had run all episodes.
+  environments = added(share.pop("environments") for share in shares)
   total = {name: sum(share[name] for share in shares) for name in shares[0]}
   trials = total["trials"]
   return dataclasses.replace(
@@ -176,4 +197,5 @@ def merged(
     mean_sampled=total["sampled"] / trials if trials else float("nan"),
     ungraded=total["ungraded"],
     skipped=total["skipped"],
+    environments=environments,
   )

@@ -57,15 +57,27 @@ def with_folder_shape(config: RunConfig, explicit: Collection[str] = ()) -> RunC
   return dataclasses.replace(config, model=model)
 
 
-def _with_tokenizer(environment: Any, checkpoint: str, base: HFFolder | None) -> Any:
-  """Puts the folder in place of MODEL_CHECKPOINT in the environment's settings, inside wrappers too."""
-  fields = config_tree.leaves(environment) if config_tree.is_section(environment) else ()
-  wanted = [path for path, value, _ in fields if f".{path}".endswith(".tokenizer_folder") and value == MODEL_CHECKPOINT]
-  if not wanted:
+def _with_tokenizer(environment: Any, checkpoint: str, base: HFFolder | None, path: str = "environment") -> Any:
+  """Puts the folder in place of MODEL_CHECKPOINT in the environment's settings, inside wrappers and mixtures too."""
+  if isinstance(environment, tuple):  # the parts of a mixture
+    return tuple(_with_tokenizer(each, checkpoint, base, f"{path}[{index}]") for index, each in enumerate(environment))
+  if not config_tree.is_section(environment):
     return environment
+  changes = {}
+  for name in config_tree.annotations(environment):
+    before = getattr(environment, name)
+    if name == "tokenizer_folder" and before == MODEL_CHECKPOINT:
+      changes[name] = _tokenizer_folder(checkpoint, base, f"{path}.{name}")
+    elif (now := _with_tokenizer(before, checkpoint, base, f"{path}.{name}")) != before:
+      changes[name] = now
+  return dataclasses.replace(environment, **changes) if changes else environment
+
+
+def _tokenizer_folder(checkpoint: str, base: HFFolder | None, path: str) -> str:
+  """Returns the folder that a field which is MODEL_CHECKPOINT means."""
   if base is None:
     found = f"{checkpoint} is no Hugging Face folder" if checkpoint else "it is empty"
-    problem = f"{found}, and environment.{wanted[0]} takes the tokenizer from it."
+    problem = f"{found}, and {path} takes the tokenizer from it."
     remedy = "Pass a folder, as in --config.model.checkpoint=models/tiny, or name the tokenizer's in that field."
     raise folder_error(MODEL_CHECKPOINT, checkpoint, problem, remedy)
-  return config_tree.replace(environment, dict.fromkeys(wanted, str(base.path)))
+  return str(base.path)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from sao_jax.episode import Trajectory
+from sao_jax.report.by_environment import environment_metrics
 from sao_jax.rollout.outcomes import Outcome, Place
 from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.sampler.slot_times import SLOT_STATES
@@ -134,6 +135,7 @@ class StepMetrics:
       "sampling_seconds_mean": latency - environment,
       "event_loop_gap": stats["max_event_loop_gap"],
     }
+    metrics |= environment_metrics(trajectories)
 
     # What the rollout side did since the last call, and how far what is used differs from what is generated.
     metrics |= {name: since[name] for name in ("masked_tokens", "retries", "cancelled")}

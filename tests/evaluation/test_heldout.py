@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import fnmatch
 import threading
 import time
 from unittest import mock
@@ -11,9 +13,11 @@ import jax
 import numpy as np
 import pytest
 from toys import hanging_toy, training_toy
+from toys.metrics_table import explained_metrics
 from toys.rollout_fakes import make_trajectory
 from toys.shared_store import SharedStore, together
 
+from sao_jax.environments.mixture import Mixture, Part
 from sao_jax.evaluation import heldout, pinned
 from sao_jax.evaluation.heldout import Evaluation, evaluate
 from sao_jax.evaluation.pinned import PinnedEvaluation
@@ -273,3 +277,29 @@ def test_the_setting_chooses_whose_slots_an_evaluation_takes(sampler, monkeypatc
     evaluation.start(None, 2, 3)
     evaluation.collect(60)
   assert given == [service if sampler == "shared" else None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity(training_toy.Parity):
+  """The toy's game, under a name of its own."""
+
+
+def test_a_run_of_two_environments_measures_each(tmp_path, one_device):
+  parts = (Part(Parity("even"), 3, reward_scale=0.5), Part(Parity("odd/too"), 1))
+  config = dataclasses.replace(make_config(), environment=Mixture(parts))
+  loop.train(config, tmp_path)
+  lines = read_metrics(tmp_path, "train")
+  steps = [line for line in lines if "policy_grad_norm" in line]
+  count = lambda name: sum(line.get(f"environment_trajectories/{name}", 0) for line in steps)
+  assert count("even") + count("odd/too") == 4 * len(steps) and count("even") > count("odd/too") > 0
+  assert max(line["environment_reward/even"] for line in steps if "environment_reward/even" in line) <= 0.5
+
+  # Each held-out set by itself; rewards as the environment gave them.
+  evaluated = next(line for line in lines if "heldout_success" in line)
+  assert evaluated["heldout_trials"] == 6
+  assert evaluated["heldout_trials/even"] == evaluated["heldout_trials/odd/too"] == 3
+  rates = [evaluated[f"heldout_success/{name}"] for name in ("even", "odd/too")]
+  assert np.mean(rates) == pytest.approx(evaluated["heldout_success"])
+  assert evaluated["heldout_reward/even"] == rates[0]
+  written = {key for line in lines for key in line}
+  assert not [key for key in written if not any(fnmatch.fnmatch(key, name) for name in explained_metrics())]

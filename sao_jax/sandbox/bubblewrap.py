@@ -159,9 +159,11 @@ class LocalSandbox:
     """Kills all that runs in it, and removes its folders; nothing happens the second time."""
     self._kill(CLOSED)
     await asyncio.to_thread(self._process.wait)
-    if self._errors is not None:
-      os.close(self._errors)
-      self._errors = None
+    async with self._turn:  # a call that was under way has seen the end of the socket, and has failed
+      if self._errors is not None:
+        os.close(self._errors)
+        self._errors = None
+        self._control.close()
 
   def _check_file(self, path: str, result: CommandResult) -> None:
     if result.exit_status == supervisor.REFUSED:
@@ -253,9 +255,9 @@ class LocalSandbox:
   def _kill(self, why: str) -> None:
     """Ends the first process, and so all of them; from now on every call fails."""
     self._gone = self._gone or why
-    self._control.close()
-    with contextlib.suppress(ProcessLookupError):
-      self._process.kill()
+    with contextlib.suppress(OSError):  # not closed: the event loop may wait for it
+      self._control.shutdown(socket.SHUT_RDWR)
+    self._process.kill()
 
 
 def _memory_file(data: bytes) -> int:

@@ -36,7 +36,7 @@ REMEDY = (
 
 @dataclasses.dataclass(frozen=True)
 class View:
-  """What a local sandbox sees beside the system's programs and libraries, /usr.
+  """Folders that a local sandbox sees beside the system's programs and libraries, /usr.
 
   Attributes:
     read_only: absolute paths of further folders, seen at the same place, as a virtual environment of tools is.

@@ -196,6 +196,43 @@ def test_a_cancelled_call_ends_everything():
     assert box.sandbox._process.wait(30) is not None
 
 
+def test_a_call_under_way_fails_at_once_when_the_sandbox_is_closed():
+  with sandboxes.open_box() as box:
+
+    async def close():
+      calls = [asyncio.ensure_future(box.sandbox.run(["sleep", "60"], timeout=60.0)) for _ in range(2)]
+      await asyncio.sleep(0.1)
+      await box.sandbox.close()
+      for call in calls:
+        with pytest.raises(InfrastructureFailure):
+          await asyncio.wait_for(call, 30.0)
+
+    box(close())
+
+
+def test_a_sandbox_that_does_not_start_is_a_failure_with_its_words(tmp_path, monkeypatch):
+  (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: no space left' >&2\nexit 1\n")
+  (tmp_path / "bwrap").chmod(0o755)
+  monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+  monkeypatch.setattr(bubblewrap_command.os, "geteuid", lambda: 1000)
+  descriptors = len(os.listdir("/proc/self/fd"))
+  with pytest.raises(InfrastructureFailure, match="no space left"):
+    asyncio.run(LocalSandbox.start())
+  assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_no_descriptor_is_left_by_calls_and_sandboxes():
+  with sandboxes.open_box() as first:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with sandboxes.open_box() as second:
+      second.run("echo", "x")
+      second.run("cat", "/dev/zero")
+      second.run("sleep", "60", timeout=0.05)
+      second(second.sandbox.write_file("x", b"text"))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert first.run("true").exit_status == 0
+
+
 def test_a_sandbox_whose_process_is_killed_is_a_failure_of_the_infrastructure():
   with sandboxes.open_box() as box:
 

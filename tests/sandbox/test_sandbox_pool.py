@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 
 import pytest
 from toys import sandboxes
+from toys.paths import REPOSITORY
 
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.queueing import METER, QueueMeter
@@ -172,3 +174,13 @@ def test_thirty_two_real_ones_at_once_see_nothing_of_each_other():
     await pool.close()
 
   asyncio.run(run())
+
+
+def test_the_example_of_the_readme(capsys):
+  if sandboxes.missing():
+    pytest.skip(sandboxes.missing())
+  (example,) = re.findall(
+    r"^```python\n(.*?)^```$", (REPOSITORY / "sao_jax/sandbox/README.md").read_text(), re.M | re.S
+  )
+  exec(compile(example, "README.md", "exec"), {})
+  assert capsys.readouterr().out == "b'5\\n'  True\n"

@@ -267,6 +267,8 @@ def test_a_window_that_holds_the_whole_context_is_none():
   assert from_hf_config(MISTRAL | {"sliding_window": 32768}) == from_hf_config(MISTRAL)
   without = {name: value for name, value in MISTRAL.items() if name != "sliding_window"}
   yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32768}}
+  stretched = MISTRAL | yarn | {"max_position_embeddings": 65536}  # which says so already
+  assert from_hf_config(stretched | {"sliding_window": 65536}) == from_hf_config(stretched)
   assert mistral.FAMILY.write(from_hf_config(MISTRAL))["sliding_window"] is None
   for fields in (without, MISTRAL | {"sliding_window": 4096}, MISTRAL | yarn | {"sliding_window": 32768}):
     with pytest.raises(ConfigError, match="sliding_window = "):

@@ -28,8 +28,8 @@ def read(fields: Fields) -> dict[str, Any]:
   """Reads the shape of a Mistral; a window is refused unless the whole context fits into it."""
   shape = qwen3.read_common(fields) | read_rope(fields, yarn=True) | {"num_experts": 0, "qk_norm": False}
   window = fields.take("sliding_window", null=None)
-  longest = shape["max_positions"] * shape.get("yarn", YarnConfig()).factor
-  if window is not None and window < longest:
+  model = ModelConfig(max_positions=shape["max_positions"], yarn=shape.get("yarn", YarnConfig()))
+  if window is not None and window < model.longest_context:
     fields.refuse("sliding_window", window)
   return shape
 

@@ -11,7 +11,7 @@ math-verify parses LaTeX to sympy and compares values, sets, intervals, tuples, 
   a sum, integral or limit that the right one has not, is wrong before anything is computed. Only math-verify's LaTeX
   reader is used: its other one hands text to a parser of Python.
 
-Units and degrees are dropped and `25\%` is 25 as well as 0.25, as math-verify has it. A decimal number is right within
+Units and degrees are dropped, as math-verify has it, and `25\%` is 25 as well as 0.25. A decimal number is right within
 1e-5 of the exact one, and to 6 decimals. What still takes too long is ended by the `GraderPool`, as a failure of the
 grader, never a 0.
 """
@@ -25,7 +25,7 @@ from typing import Any
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.answer_text import boxed_answer, last_box, spoken_answer
 from sao_jax.rewards.math_text import bracket_depth, is_text, to_latex, words_of
-from sao_jax.rewards.math_values import differ, holds_operators, is_bounded, with_positive_variables
+from sao_jax.rewards.math_values import differ, holds_operators, is_bounded, with_positive_variables, without_percent
 
 MAX_LENGTH, MAX_DEPTH = 300, 10  # characters of an answer, and brackets in one another: readers take long for more
 LARGE_BINOMIAL = re.compile(r"\\(?:[dt]?binom|choose)\b.*\d{5}|\d{5}.*\\choose\b", re.DOTALL)  # computed while reading
@@ -135,8 +135,10 @@ def _same(tree: Any, answer: str, right: str) -> bool:
   def equal(one: Any, another: Any) -> bool:
     return math_verify.verify(one, another, allow_set_relation_comp=True, timeout_seconds=None)
 
+  if equal(tree, other) or equal(without_percent(tree), other) or equal(tree, without_percent(other)):
+    return True
   symbolic = isinstance(tree, sympy.Expr) and isinstance(other, sympy.Expr) and bool(tree.free_symbols)
-  return equal(tree, other) or (symbolic and equal(*map(with_positive_variables, (tree, other))))
+  return symbolic and equal(*map(with_positive_variables, (tree, other)))
 
 
 def _values(one: Any, other: Any) -> tuple[Any, Any]:

@@ -27,6 +27,7 @@ REWRITES = [
     (r"(?<!\\)\\[,;: ]", " "),
     (r"(?<=\d)i(?![A-Za-z])", " i"),  # 2i; a product with i is complex only when i stands alone
     (r"\.\s*$", ""),  # of a sentence
+    (r"\\(?:text|textbf|mathrm|mathbf)\s*\{\s*(-?[\d.,]+)\s*\}", r"\1"),  # \text{12}
     (r"(?<![\d,.])(\d{1,3})((?: \d{3})+)(?![\d.])", lambda match: match[0].replace(" ", "")),  # 1 000 000
     (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,6})(?![\w.])", r"{(\1\\cdot 10^{\2})}"),  # 1.5e3
     (r"^(\s*-?\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1\\frac{\2}{\3}"),  # 2 1/2
@@ -45,7 +46,7 @@ REWRITES = [
   )
 ]
 MARKS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|boxed)\s*\{([^{}]*)\}")
-WORDS = re.compile(r"[^\W\d_]+(?:[ '’-][^\W\d_]+)*")
+WORDS = re.compile(r"[^\W\d_]+(?:[ '’-][^\W_]+)*")  # a number may follow, as in a date
 CHOICE = re.compile(r"[A-J]")
 
 
@@ -102,7 +103,7 @@ def is_text(gold: str) -> bool:
   if words is None:
     return False
   bare = gold.strip().strip("$").strip("(). ")
-  return bool(CHOICE.fullmatch(bare)) or bare.startswith("\\") or len(words) > 3
+  return bool(CHOICE.fullmatch(bare)) or bare.startswith("\\") or (len(words) > 3 and not re.search(r"\d", words))
 
 
 def _periodic(sign: str, whole: str, fixed: str, period: str) -> str:

@@ -47,7 +47,7 @@ def differ(one: Any, other: Any) -> bool:
     return False
   tolerance = DECIMAL if one.has(sympy.Float) or other.has(sympy.Float) else EXACT
   points = POINTS if one.free_symbols or other.free_symbols else POINTS[:1]
-  pairs = {(one, other), (_without_percent(one), other), (one, _without_percent(other))}  # 25 % is 25, and 0.25
+  pairs = {(one, other), (without_percent(one), other), (one, without_percent(other))}  # 25 % is 25, and 0.25
   return all(any(_differ_at(*pair, point, tolerance) for point in points) for pair in pairs)
 
 
@@ -56,6 +56,14 @@ def with_positive_variables(tree: Any) -> Any:
   import sympy
 
   return tree.subs({symbol: sympy.Symbol(symbol.name, positive=True) for symbol in tree.free_symbols})
+
+
+def without_percent(tree: Any) -> Any:
+  """Returns x of math-verify's tree for x per cent; any other tree as it is."""
+  import sympy
+
+  percent = isinstance(tree, sympy.Mul) and tree.args[1:] == (sympy.UnevaluatedExpr(sympy.Rational(1, 100)),)
+  return tree.args[0] if percent else tree
 
 
 def _elements(tree: Any) -> Any:
@@ -113,11 +121,3 @@ def _differ_at(one: Any, other: Any, point: str, tolerance: float) -> bool:
     return bool(abs(values[0] - values[1]) > tolerance * max(map(abs, values)))
   except (TypeError, ValueError, AttributeError, ArithmeticError, NotImplementedError):
     return False
-
-
-def _without_percent(tree: Any) -> Any:
-  """Returns x of math-verify's tree for x per cent; any other tree as it is."""
-  import sympy
-
-  percent = isinstance(tree, sympy.Mul) and tree.args[1:] == (sympy.UnevaluatedExpr(sympy.Rational(1, 100)),)
-  return tree.args[0] if percent else tree

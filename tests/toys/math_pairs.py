@@ -182,6 +182,28 @@ n(n+1)/2 ;; \frac{n(n+1)}{2} ;; right
 3.14159265 ;; \pi ;; right
 \pi ;; 3.14159265 ;; right
 \pi ;; 3.14 ;; wrong
+7.5\% ;; 7.5 ;; right
+7.5\% ;; 75 ;; wrong
+12 ;; \text{12} ;; right
+12 ;; x ;; wrong
+12 ;; 12x ;; wrong
+12 ;; 12 \lor 13 ;; wrong
+12 ;; 12 \text{ and } 13 ;; wrong
+12 ;; 13 = 12 ;; wrong
+12 ;; x \ge 12 ;; wrong
+12 ;; \pm 12 ;; wrong
+12 ;; \mathbb{R} ;; wrong
+\infty ;; \frac{1}{0} ;; wrong
+\text{June 20} ;; June 20 ;; right
+\text{June 20} ;; June 21 ;; wrong
+\{(1,2),(3,4)\} ;; (1,2),(3,4) ;; right
+(1,2),(3,4) ;; (1,2) ;; wrong
+2^{2006} ;; 2^{2007} ;; wrong
+2^{99}+1 ;; 2^{99} ;; wrong
+\ln 8 ;; 3 \ln 2 ;; right
+\sin 2x ;; 2 \sin x \cos x ;; right
+f(x)=x^2 ;; x^2 ;; right
+f(x)=x^2 ;; f(x) = x^3 ;; wrong
 """
 
 # (right answer, said, is it right)

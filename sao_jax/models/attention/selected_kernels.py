@@ -33,6 +33,7 @@ from sao_jax.models.attention.latent_words import LANES, SUBLANES, Form, Ranges,
 
 CHUNK = 128  # selected rows that are multiplied at a time; half of it is a multiple of `SUBLANES`
 QUERIES = 8  # of a block
+PARTS = 2  # of the blocks; each core of a chip that has two takes one, with all ranges, since early queries need few
 VMEM_BYTES = 64 * 2**20  # of a core of a v5p and of a tpu7x; others have more
 UNREAD = -1e30  # the logarithm of a sum over nothing; finite, so that differences are
 
@@ -64,7 +65,7 @@ def forward_kernel(
   Args:
     queries: absorbed queries; T = N · Q.
     words: `pack`ed latents of all ranges.
-    selection: positions, ascending, in blocks of Q queries.
+    selection: positions, ascending, in blocks of Q queries; N is even.
     bounds: the index in the selection at which each range begins; last, the end.
     ranges: of positions.
     form: of latents.
@@ -73,20 +74,21 @@ def forward_kernel(
   """
   batch, length, heads, width = queries.shape
   blocks, count = selection.shape[1], ranges.count
+  at = functools.partial(_block_at, blocks)
   out = jax.ShapeDtypeStruct((count, batch, length, heads, form.rank), queries.dtype)
   logsumexp = jax.ShapeDtypeStruct((count, batch, blocks, heads, QUERIES), jnp.float32)
   return pl.pallas_call(
     functools.partial(_forward, form=form, keys=ranges.keys, scale=scale),
-    grid=(batch, count, blocks),
+    grid=(PARTS, batch, count, blocks // PARTS),
     in_specs=[
       *_small_specs(selection, bounds),
-      pl.BlockSpec((1, QUERIES, heads, width), lambda b, r, n: (b, n, 0, 0)),
+      pl.BlockSpec((1, QUERIES, heads, width), lambda p, b, r, n: (b, at(p, n), 0, 0)),
       pl.BlockSpec(memory_space=pl.ANY),
       pl.BlockSpec(memory_space=pl.ANY),
     ],
     out_specs=[
-      pl.BlockSpec((1, 1, QUERIES, heads, form.rank), lambda b, r, n: (r, b, n, 0, 0)),
-      pl.BlockSpec((1, 1, 1, heads, QUERIES), lambda b, r, n: (r, b, n, 0, 0)),
+      pl.BlockSpec((1, 1, QUERIES, heads, form.rank), lambda p, b, r, n: (r, b, at(p, n), 0, 0)),
+      pl.BlockSpec((1, 1, 1, heads, QUERIES), lambda p, b, r, n: (r, b, at(p, n), 0, 0)),
     ],
     out_shape=[out, logsumexp],
     scratch_shapes=_word_scratch(words, ranges, form),
@@ -104,13 +106,13 @@ def backward_kernel(
   bounds: Int[Array, "B N Q _"],
   of_out: Float[Array, "B T H c"],
   sums: Float[Array, "B N H _"],
-  total: tuple[Float[Array, "B _ c"], Float[Array, "B _ l"]],
+  total: tuple[Float[Array, "BP _ c"], Float[Array, "BP _ l"]],
   ranges: Ranges,
   form: Form,
   scale: float,
   *,
   interpret: bool,
-) -> tuple[Float[Array, "R B T H m"], Float[Array, "B _ c"], Float[Array, "B _ l"]]:
+) -> tuple[Float[Array, "R B T H m"], Float[Array, "BP _ c"], Float[Array, "BP _ l"]]:
   """For each range, the gradient of queries that it makes; and `total` with the gradients of latents added.
 
   Args:
@@ -120,7 +122,8 @@ def backward_kernel(
     bounds: of ranges.
     of_out: gradients of the weighted sums.
     sums: of every query of a block, log Σ exp(scores) over all ranges; then of all, Σ out · of_out.
-    total: fp32, the gradients of latents so far, as their `Words` lie. Its memory is used again.
+    total: fp32, the gradients of latents so far, as their `Words` lie: those of all rows that the first part of the
+      queries makes, then those of the second. Its memory is used again.
     ranges: of positions.
     form: of latents.
     scale: factor on the scores.
@@ -128,21 +131,22 @@ def backward_kernel(
   """
   batch, length, heads, width = queries.shape
   blocks, count = selection.shape[1], ranges.count
+  at = functools.partial(_block_at, blocks)
   of_queries = jax.ShapeDtypeStruct((count, *queries.shape), queries.dtype)
   rotary = words.rotary.shape[2]
   streams = [queries, of_out, sums] * count + [*total]
   return pl.pallas_call(
     functools.partial(_backward, form=form, keys=ranges.keys, scale=scale),
-    grid=(batch, count, blocks),
+    grid=(PARTS, batch, count, blocks // PARTS),
     in_specs=[
       *_small_specs(selection, bounds),
-      pl.BlockSpec((1, QUERIES, heads, width), lambda b, r, n: (b, n, 0, 0)),
-      pl.BlockSpec((1, QUERIES, heads, form.rank), lambda b, r, n: (b, n, 0, 0)),
-      pl.BlockSpec((1, 1, heads, 2 * QUERIES), lambda b, r, n: (b, n, 0, 0)),
+      pl.BlockSpec((1, QUERIES, heads, width), lambda p, b, r, n: (b, at(p, n), 0, 0)),
+      pl.BlockSpec((1, QUERIES, heads, form.rank), lambda p, b, r, n: (b, at(p, n), 0, 0)),
+      pl.BlockSpec((1, 1, heads, 2 * QUERIES), lambda p, b, r, n: (b, at(p, n), 0, 0)),
       *[pl.BlockSpec(memory_space=pl.ANY)] * 4,
     ],
     out_specs=[
-      pl.BlockSpec((1, 1, QUERIES, heads, width), lambda b, r, n: (r, b, n, 0, 0)),
+      pl.BlockSpec((1, 1, QUERIES, heads, width), lambda p, b, r, n: (r, b, at(p, n), 0, 0)),
       *[pl.BlockSpec(memory_space=pl.ANY)] * 2,
     ],
     out_shape=[of_queries, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in total)],
@@ -176,9 +180,9 @@ def _forward(
   scale: float,
 ) -> None:
   """The body of `forward_kernel`: a block of queries reads what it selected in a range."""
-  (row, number), heads = (pl.program_id(0), pl.program_id(1)), queries.shape[2]
+  (row, number), heads = (pl.program_id(1), pl.program_id(2)), queries.shape[2]
 
-  @pl.when(pl.program_id(2) == 0)
+  @pl.when(pl.program_id(3) == 0)
   def _fetch_range() -> None:
     _copy(zip((compressed, rotary), words[:2], strict=True), row, number)
 
@@ -230,11 +234,13 @@ def _backward(
 ) -> None:
   """The body of `backward_kernel`: a block of queries adds its gradients to those of a range."""
   words, totals, (of_rows, of_rotary, of_query) = scratch[:4], scratch[4:6], scratch[6:]
-  row, number, rank = pl.program_id(0), pl.program_id(1), form.rank
+  row, number, rank = pl.program_id(1), pl.program_id(2), form.rank
+  row_of_part = pl.program_id(0) * pl.num_programs(1) + row
 
-  @pl.when(pl.program_id(2) == 0)
+  @pl.when(pl.program_id(3) == 0)
   def _fetch_range() -> None:
-    _copy(zip((compressed, rotary, total, total_rotary), (*words[:2], *totals), strict=True), row, number)
+    _copy(zip((compressed, rotary), words[:2], strict=True), row, number)
+    _copy(zip((total, total_rotary), totals, strict=True), row_of_part, number)
     of_rotary[...] = jnp.zeros_like(of_rotary)  # lanes that belong to no number stay so
 
   def query(i: jax.Array, _: None) -> None:
@@ -272,9 +278,9 @@ def _backward(
 
   jax.lax.fori_loop(0, QUERIES, query, None)
 
-  @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+  @pl.when(pl.program_id(3) == pl.num_programs(3) - 1)
   def _keep_range() -> None:
-    _copy(zip((new_total, new_total_rotary), totals, strict=True), row, number, back=True)
+    _copy(zip((new_total, new_total_rotary), totals, strict=True), row_of_part, number, back=True)
 
 
 class _Stretch(NamedTuple):
@@ -379,8 +385,13 @@ def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
 
 def _small_specs(selection: Any, bounds: Any) -> list[pl.BlockSpec]:
   """Bounds and selection of a block of queries, in SMEM."""
-  spec = lambda x: pl.BlockSpec((1, 1, *x.shape[2:]), lambda b, r, n: (b, n, 0, 0), memory_space=pltpu.SMEM)
-  return [spec(bounds), spec(selection)]
+  place = lambda p, b, r, n: (b, _block_at(selection.shape[1], p, n), 0, 0)
+  return [pl.BlockSpec((1, 1, *x.shape[2:]), place, memory_space=pltpu.SMEM) for x in (bounds, selection)]
+
+
+def _block_at(blocks: int, part: Any, number: Any) -> Any:
+  """The number of a block among all, from that in its part."""
+  return part * (blocks // PARTS) + number
 
 
 def _word_scratch(words: Words, ranges: Ranges, form: Form) -> list[Any]:
@@ -391,7 +402,7 @@ def _word_scratch(words: Words, ranges: Ranges, form: Form) -> list[Any]:
 
 
 def _compiler_params() -> Any:
-  return pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES)
+  return pltpu.CompilerParams(dimension_semantics=("parallel", *["arbitrary"] * 3), vmem_limit_bytes=VMEM_BYTES)
 
 
 def _cost(queries: Any, words: Any, selection: Any, ranges: Ranges, products: int, read: Any, written: Any) -> Any:
@@ -399,5 +410,5 @@ def _cost(queries: Any, words: Any, selection: Any, ranges: Ranges, products: in
   batch, length, heads, _ = queries.shape
   pairs = batch * length * heads * (selection.shape[3] + ranges.count * CHUNK // 4)
   size = lambda x: x.size * jnp.dtype(x.dtype).itemsize
-  moved = [*words, *[selection] * ranges.count, *read, *written]
+  moved = [*words * PARTS, *[selection] * ranges.count, *read, *written]
   return pl.CostEstimate(flops=2 * pairs * products, transcendentals=pairs, bytes_accessed=sum(size(x) for x in moved))

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from sao_jax.models.attention.kind import ATTENTION_OUT
 from sao_jax.models.attention.latent_words import Form, Ranges, pack, split_positions
 from sao_jax.models.attention.selected import block_width
-from sao_jax.models.attention.selected_kernels import QUERIES, backward_kernel, block_bytes, forward_kernel
+from sao_jax.models.attention.selected_kernels import PARTS, QUERIES, backward_kernel, block_bytes, forward_kernel
 
 PIECE_BYTES = 2**30  # of the results of all ranges for the queries of a piece
 
@@ -80,13 +80,14 @@ def _backward(
     partial, *total = backward_kernel(*arrays, ranges, form, scale, interpret=interpret)
     return tuple(total), jnp.sum(partial, axis=0, dtype=jnp.float32).astype(queries.dtype)
 
+  # Each part of the queries adds up its own.
   shapes = (*words.compressed.shape[:2], rank), words.rotary.shape
-  total = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+  total = tuple(jnp.zeros((PARTS * rows, *shape), jnp.float32) for rows, *shape in shapes)
   of_out = of_out.astype(queries.dtype)
   total, of_queries = _in_pieces(piece, total, ranges, queries, selection, of_out, logsumexp, mean)
 
   # Latents that share a row of lanes, apart again.
-  of_compressed, of_rotary = total
+  of_compressed, of_rotary = (sum(jnp.split(x, PARTS)) for x in total)
   of_rotary = of_rotary.reshape(*of_compressed.shape[:2], -1)[..., : form.width - rank]
   of_latents = jnp.concatenate([of_compressed, of_rotary], axis=-1)[:, : latents.shape[1]]
   return of_queries, of_latents.astype(latents.dtype), None
@@ -111,7 +112,8 @@ def _in_pieces(
   """
   batch, length, heads, width = queries.shape
   per_query = ranges.count * batch * heads * width * queries.dtype.itemsize
-  size = min(block_width(PIECE_BYTES // per_query), length + -length % QUERIES)
+  least = PARTS * QUERIES
+  size = min(max(block_width(PIECE_BYTES // per_query), least), length + -length % least)
   count = -(-length // size)
 
   def split(x: jax.Array, fill: int = 0) -> jax.Array:  # [B, T, ...] -> [count, B, size, ...]

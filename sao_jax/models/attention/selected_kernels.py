@@ -7,7 +7,7 @@ range; the results of ranges are put together outside (`selected_ranges`).
 
 `CHUNK` selected rows are multiplied at a time; the last ones of a range are filled up with zeros, to a whole or to half
 a chunk. Gradients of latents are added up in VMEM, too, in fp32 and a row at a time; a range of them is read and
-written once.
+written once in each call by each of the two parts of its queries, which the cores of a chip share.
 
 The declared costs are those of all bytes between HBM and VMEM, and of the chunks: a quarter of one is filled up in
 every range on average. A roofline does not see the rows. To gather one takes 3 loads, 3 stores and a rotation of lanes,

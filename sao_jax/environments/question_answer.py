@@ -41,7 +41,7 @@ from sao_jax.episode import BadPrompt, Prompt, PromptKey
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.grader_pool import GraderPool
 from sao_jax.rewards.scalar import check_reward
-from sao_jax.rewards.scorers import find_scorer, score_answer
+from sao_jax.rewards.scorers import find_scorer, right_answer, score_answer
 
 TFDS = "tfds:"  # before the name of a TensorFlow data set
 
@@ -122,7 +122,7 @@ class QuestionAnswer:
   def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
     """Says the right answer at once."""
     question, gold = prompt.data["question"], prompt.data["answer"]
-    answer = str(gold[0] if isinstance(gold, list) and gold else gold)
+    answer = right_answer(self.scorer, gold, "environment.scorer")
     reward = check_reward(score_answer(find_scorer(self.scorer), answer, gold), self.name)
     tags = self.answer_in == "tags"
     if self.tokenizer_folder:

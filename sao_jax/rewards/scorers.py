@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,20 @@ def find_scorer(name: str, field: str = "scorer") -> Scorer:
   if not callable(scorer):
     raise ConfigError(field, f"{name!r} is a {type(scorer).__name__}, not a function.", remedy)
   return scorer
+
+
+def right_answer(name: str, gold: Any, field: str = "scorer") -> str:
+  """Writes a right answer as the scorer of this name wants it said.
+
+  Raises:
+    ConfigError: its right answers are patterns, which are no answers.
+  """
+  if name == "regex":
+    raise ConfigError(field, "A pattern is no answer to demonstrate.", "Choose another scorer for SFT.")
+  if name == "json":
+    return json.dumps(gold, ensure_ascii=False)
+  text = str(gold[0] if isinstance(gold, list) and gold else gold)
+  return f"\\boxed{{{text}}}" if name == "boxed_math" else text
 
 
 def score_answer(scorer: Scorer, said: str, gold: Any) -> float:

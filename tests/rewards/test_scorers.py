@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sao_jax.errors import ConfigError
-from sao_jax.rewards.scorers import find_scorer, integer_answer, score_answer, text_match
+from sao_jax.rewards.scorers import SCORERS, find_scorer, integer_answer, right_answer, score_answer, text_match
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,19 @@ def test_scorers_are_found_by_name_and_by_place():
   for name in ("integr", "no_such_module:f", "sao_jax.rewards.scorers:f", "sao_jax.rewards.scorers:SCORERS", ":f"):
     with pytest.raises(ConfigError, match="environment.scorer"):
       find_scorer(name, "environment.scorer")
+
+
+GOLD = {"text": ["gray", "grey"], "integer": 7, "math": r"\frac12", "boxed_math": "0.5", "json": {"a": [1, None]}}
+
+
+@pytest.mark.parametrize("name", sorted({*SCORERS} - {"regex"}))
+def test_a_right_answer_is_said_as_its_scorer_wants_it(name):
+  if "math" in name:
+    pytest.importorskip("math_verify", reason="the extra `envs` is not installed")
+  scorer = find_scorer(name)
+  assert scorer(right_answer(name, GOLD[name]), GOLD[name]) == 1.0 and scorer("3", GOLD[name]) == 0.0
+
+
+def test_a_pattern_is_no_answer_to_demonstrate():
+  with pytest.raises(ConfigError, match="no answer to demonstrate"):
+    right_answer("regex", "[a-z]+")

@@ -87,6 +87,7 @@ def test_a_run_that_another_machine_holds_is_refused_and_one_killed_here_is_not(
   objects.put("runs/held/lock", left)
   (mirror_folder(workdir) / "lock").write_text(file)
   monkeypatch.setattr(bucket_lock, "EXPIRY", 600.0)
+  monkeypatch.setattr(bucket_lock, "RENEW", 600.0)  # only `store` looks at the lock, not the thread beside it
   with open_run(config, workdir) as run:
     run.store()
 

@@ -50,7 +50,11 @@ def _check_on_disk(folder: pathlib.Path, path: str | os.PathLike, field: str) ->
     names = sorted(name for name in os.listdir(folder) if name != UNFINISHED)
     if names:
       found = ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")
-      raise ConfigError(field, f"{path} is not empty: it holds {found}.", "Name a new folder.")
+      # A program that was killed while its files moved up: whose the others are cannot be told, so none is deleted.
+      remedy = "Name a new folder."
+      if (folder / UNFINISHED).is_dir():
+        remedy = f"{UNFINISHED!r} in it is what a killed program left: if the rest is, too, delete it, or name another."
+      raise ConfigError(field, f"{path} is not empty: it holds {found}.", remedy)
   place.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryFile(dir=place):
     pass
@@ -69,12 +73,17 @@ def whole_folder(path: str | os.PathLike, last: str) -> Iterator[pathlib.Path]:
   new, unfinished = not folder.is_dir(), folder / UNFINISHED
   shutil.rmtree(unfinished, ignore_errors=True)
   unfinished.mkdir(parents=True)
+  moved: list[str] = []
   try:
     yield unfinished
     for name in sorted(os.listdir(unfinished), key=lambda name: name == last):
+      moved.append(name)
       os.replace(unfinished / name, folder / name)
     unfinished.rmdir()
   except BaseException:
+    for name in moved:  # back, so that they go with the rest
+      with contextlib.suppress(FileNotFoundError):
+        os.replace(folder / name, unfinished / name)
     shutil.rmtree(unfinished, ignore_errors=True)
     if new:
       with contextlib.suppress(OSError):

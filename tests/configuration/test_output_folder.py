@@ -72,6 +72,28 @@ def test_the_last_file_comes_last(tmp_path, monkeypatch):
   assert moved == ["weights", "config.json"]
 
 
+def test_a_program_stopped_while_its_files_move_up_leaves_nothing(tmp_path, monkeypatch):
+  replace = os.replace
+
+  def interrupted(source, target):
+    replace(source, target)
+    if target == tmp_path / "a" / "weights":
+      raise KeyboardInterrupt
+
+  monkeypatch.setattr(os, "replace", interrupted)
+  with pytest.raises(KeyboardInterrupt):
+    write(tmp_path / "a")
+  assert not os.listdir(tmp_path)
+
+
+def test_what_a_program_killed_while_its_files_moved_up_has_left_is_said(tmp_path):
+  (tmp_path / "a" / UNFINISHED).mkdir(parents=True)
+  (tmp_path / "a" / "weights").write_text("1")
+  with pytest.raises(ConfigError, match="'unfinished' in it is what a killed program left"):
+    write(tmp_path / "a")
+  assert (tmp_path / "a" / "weights").exists()
+
+
 def file(tmp_path):
   (tmp_path / "file").write_text("")
   return tmp_path / "file"

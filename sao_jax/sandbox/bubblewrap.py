@@ -134,6 +134,8 @@ class LocalSandbox:
   ) -> CommandResult:
     """Runs a command, see `Sandbox.run`; one that cannot be started has exit status 126 and says why."""
     command = list(command)
+    if not command:
+      return CommandResult(supervisor.NOT_STARTED, b"", b"no command\n", False, "", 0, 0.0)
     request = {
       "kind": "run",
       "what": command[0],

@@ -119,11 +119,12 @@ def folders(view: View, limits: SandboxLimits) -> list[str]:
   # An empty folder lies over what must not be seen, where it would be.
   shown = ("/usr", *view.read_only)
   for path in (*project_folders(), *view.hidden):
-    if any(is_below(path, folder) for folder in shown):
-      words += ["--size", "4096", "--tmpfs", path, "--remount-ro", path]
+    for place in places_inside(path, shown):
+      words += ["--size", "4096", "--tmpfs", place, "--remount-ro", place]
 
   # Nothing but the three can be written to: a file system without a limit would be memory without a limit.
-  words += ["--proc", "/proc", "--dev", "/dev"]
+  # So would /dev/zero be, mapped and shared; /dev/full reads the same, and cannot be mapped.
+  words += ["--proc", "/proc", "--dev", "/dev", "--dev-bind", "/dev/full", "/dev/zero"]
   for path in supervisor.WRITABLE:
     words += ["--size", str(limits.disk), "--tmpfs", path]
   return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", supervisor.WORK]
@@ -135,6 +136,13 @@ def project_folders() -> list[str]:
   if (package.parent / "setup.py").exists():
     return [str(package.parent)]
   return [str(path) for path in (package, package.parent / "launch", package.parent / "configs") if path.is_dir()]
+
+
+def places_inside(path: str, shown: Iterable[str]) -> list[str]:
+  """Names the places at which a folder is seen, given the folders that are shown: one of these may be a symlink."""
+  below = [folder for folder in shown if is_below(path, folder)]
+  real = os.path.realpath
+  return sorted({os.path.normpath(f"{folder}/{os.path.relpath(real(path), real(folder))}") for folder in below})
 
 
 def is_below(path: str, folder: str) -> bool:

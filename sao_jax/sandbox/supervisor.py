@@ -32,6 +32,7 @@ PR_SET_DUMPABLE = 4
 def main() -> None:
   """Serves the parent until it has gone; the limits are the first argument, as JSON."""
   ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process inside may look into this one
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets from inside only what it has a handler for
   os.nice(NICENESS)
   limits = json.loads(sys.argv[1])
   control = socket.socket(fileno=0)
@@ -96,11 +97,13 @@ def watch(control: socket.socket, child: int, limits: dict[str, int]) -> tuple[i
 def memory_in_use(enough: int) -> int:
   """Adds up the memory of all processes but this one, in bytes; shared pages count once if it is more than `enough`."""
   pids = [name for name in os.listdir("/proc") if name.isdecimal() and name != "1"]
-  resident = {pid: _kilobytes(f"/proc/{pid}/status", "RssAnon:", "RssShmem:") for pid in pids}
+  resident = {pid: _kilobytes(f"/proc/{pid}/status", "RssAnon:", "RssShmem:", "VmSwap:") for pid in pids}
   if 1024 * sum(resident.values()) <= enough:
     return 1024 * sum(resident.values())
   # The slower and exact way. A process that hides its pages counts with all of them.
-  shared = {pid: _kilobytes(f"/proc/{pid}/smaps_rollup", "Pss_Anon:", "Pss_Shmem:", hidden=-1) for pid in pids}
+  shared = {
+    pid: _kilobytes(f"/proc/{pid}/smaps_rollup", "Pss_Anon:", "Pss_Shmem:", "SwapPss:", hidden=-1) for pid in pids
+  }
   return 1024 * sum(resident[pid] if shared[pid] < 0 else shared[pid] for pid in pids)
 
 

@@ -6,7 +6,6 @@ file; what is tested runs in processes of its own, which cannot look into the on
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import pathlib
 import secrets
@@ -45,14 +44,14 @@ async def graded_run(sandbox: Sandbox, tests: str, *, timeout: float, python: st
     ConfigError: the tests cannot be parsed; that is not the agent's fault.
     InfrastructureFailure: the sandbox is gone.
   """
-  try:
-    ast.parse(tests)
-  except (SyntaxError, ValueError) as error:
-    raise ConfigError("tests", f"they are no Python program: {error}.", "Correct them.") from error
   nonce = secrets.token_hex(16)
   prelude = pathlib.Path(tests_prelude.__file__).read_text(encoding="utf-8")
   # The interpreter reads all of it before the first line runs: nothing is left in standard input.
   text = f"{prelude}\nhide_from_others()\n{tests}\nimport os\nos.write(1, b'\\n{nonce}\\n')\n"
+  try:
+    compile(text, "tests", "exec", dont_inherit=True)  # as a whole: a `from __future__` in the middle is none
+  except (SyntaxError, ValueError, RecursionError) as error:
+    raise ConfigError("tests", f"they are no Python program: {error}.", "Correct them.") from error
   result = await sandbox.run([python, "-I", "-"], stdin=text.encode("utf-8"), timeout=timeout)
   said = nonce.encode("ascii") in result.stdout.splitlines()
   return Verdict(result.exit_status == 0 and said, result)

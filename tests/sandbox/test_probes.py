@@ -58,9 +58,17 @@ SYSTEM_CALLS = {
   "a user namespace": "return 42 if libc.unshare(0x10000000) == 0 else 0",
   "another namespace": "return 42 if libc.setns(os.open('/proc/1/ns/mnt', os.O_RDONLY), 0) == 0 else 0",
   "process 1": "os.kill(1, signal.SIGKILL); time.sleep(0.1); os.kill(1, signal.SIGSTOP); raise SystemExit",
+  "process 1's handlers": """
+    for number in range(1, 65):
+      if number not in (32, 33): os.kill(1, number)
+    time.sleep(0.1)
+    raise SystemExit
+  """,
   "a look into process 1": "return 42 if libc.ptrace(16, 1, None, None) == 0 else 0",
   "memory without a limit": "os.memfd_create('x'); return 42",
   "shared memory without a limit": "return 42 if libc.shmget(0, 2**30, 0o1600) >= 0 else 0",
+  "memory that no process holds": "import mmap; mmap.mmap(-1, 2**20); return 42",
+  "the same by a device": "import mmap; mmap.mmap(os.open('/dev/zero', os.O_RDWR), 2**20); return 42",
   "the kernel's keys": "return 42 if libc.syscall(ADD_KEY, b'user', b'k', b'v', 1, -3) >= 0 else 0",
   "io_uring": "return 42 if libc.syscall(425, 8, ctypes.create_string_buffer(200)) >= 0 else 0",
   "a larger limit": """
@@ -255,5 +263,6 @@ def test_a_judge_that_is_stopped_ends_in_time(box):
 
 
 def test_tests_that_are_no_program_are_not_the_agents_fault(box):
-  with pytest.raises(ValueError, match="no Python program"):
-    judge(box, "assert (")
+  for tests in ("assert (", "from __future__ import annotations"):  # the second one stands behind the beginning
+    with pytest.raises(ValueError, match="no Python program"):
+      judge(box, tests)

@@ -23,7 +23,7 @@ def split_of(text: str) -> str:
 
   The splits are therefore disjoint for every seed and process, and a text that is drawn twice stays in its split.
   """
-  number = int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
+  number = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
   return "heldout" if number < HELDOUT_FRACTION * 2**64 else "train"
 
 

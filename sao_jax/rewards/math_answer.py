@@ -118,6 +118,9 @@ def _same(tree: Any, answer: str, right: str) -> bool:
   import math_verify
   import sympy
 
+  if len(answer) > MAX_LENGTH:
+    return False  # before any pattern reads it
+
   # Bases are written as indices, which math-verify drops.
   bases = [WITH_BASE.fullmatch(to_latex(text)) for text in (answer, right)]
   if all(bases) and bases[0].group(2) != bases[1].group(2):

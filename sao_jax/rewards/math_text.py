@@ -14,8 +14,9 @@ UNIT = (
   r"(?:km|cm|mm|m|kg|mg|g|ms|s|sec|seconds?|min|minutes?|h|hours?|days?|weeks?|years?|meters?|metres?|miles?|mph|ft|"
   r"feet|inch(?:es)?|liters?|litres?|ml|l|dollars?|cents?|euros?|units?|degrees?)"
 )
+VARIABLES = r"(?:mg?|ms|[gshl])"  # units only behind a blank: 2m may be a product
 CHARACTERS = str.maketrans(
-  dict(zip("−–\u00a0\u202f÷", "--  /", strict=True))
+  dict(zip("−–\u00a0\u202f~÷", "--   /", strict=True))
   | {"×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "±": r"\pm "}
   | {"≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∅": r"\emptyset "}
 )
@@ -34,13 +35,14 @@ REWRITES = [
     (r"\*\*\s*\(([^()]*)\)", r"^{\1}"),
     (r"(?:\*\*|\^)\s*(-?\d+)", r"^{\1}"),  # 2**10; LaTeX reads 2^10 as 2^1 0
     (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-    (rf"(?<![A-Za-z\\])({FUNCTIONS})(?=\s*\()", r"\\\1"),
+    (rf"(?<![A-Za-z\\])({FUNCTIONS})(?=\s*\(|\s+(?:\d|[A-Za-z](?![A-Za-z])))", r"\\\1"),  # and ln 2
     (r"(?<![A-Za-z\\])(?:infinity|inf|oo)(?![A-Za-z])", r"\\infty "),
     (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
     (r"(?<!\*)\*(?!\*)", r"\\cdot "),
     (r"\+\s*-", "-"),
     (r"-\s*-", "+"),
     (rf"^(\s*{NUMBER})\s*=\s*([A-Za-z])\s*$", r"\2 = \1"),  # 3 = x
+    (rf"^\s*({NUMBER})({VARIABLES})\s*$", r"\2\\cdot (\1)"),
     (rf"^(\s*{NUMBER})\s*{UNIT}(?:\^?\{{?[23]\}}?)?(?:\s*/\s*{UNIT})?\s*$", r"\1"),  # 5 km/h
     (r"(-?)(\d*)\.(\d*)\\overline\{(\d+)\}", lambda match: _periodic(*match.groups())),
   )

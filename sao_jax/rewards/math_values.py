@@ -43,6 +43,11 @@ def differ(one: Any, other: Any) -> bool:
   both = [list(_elements(tree)) for tree in (one, other)]
   if both[0] and len(both[0]) == len(both[1]) and type(one) is type(other):
     return any(map(differ, *both))
+  # Relations of the same side, as x = 1 and x = 2.
+  if isinstance(one, sympy.Rel) and isinstance(other, sympy.Rel):
+    turned = [other, other.reversed]
+    same = [tree for tree in turned if type(tree) is type(one) and tree.lhs == one.lhs]
+    return bool(same) and all(differ(one.rhs, tree.rhs) for tree in same)
   if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
     return False
   tolerance = DECIMAL if one.has(sympy.Float) or other.has(sympy.Float) else EXACT

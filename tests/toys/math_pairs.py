@@ -204,6 +204,19 @@ n(n+1)/2 ;; \frac{n(n+1)}{2} ;; right
 \sin 2x ;; 2 \sin x \cos x ;; right
 f(x)=x^2 ;; x^2 ;; right
 f(x)=x^2 ;; f(x) = x^3 ;; wrong
+x=\frac{1}{2^{99}} ;; x=\frac{1}{2^{98}} ;; wrong
+x=\frac{1}{2^{99}} ;; \frac{1}{2^{98}}=x ;; wrong
+x=\frac{1}{2^{99}} ;; x=2^{-99} ;; right
+x\le 10^{-20} ;; x\le 10^{-21} ;; wrong
+x\le 10^{-20} ;; 10^{-20}\ge x ;; right
+y=2x+3 ;; 2x-y+3=0 ;; right
+2m ;; 2 ;; wrong
+2h ;; 2m ;; wrong
+-2m ;; m(-2) ;; right
+5 ;; 5 m ;; right
+5 ;; 5cm ;; right
+5 ;; 5~\text{cm} ;; right
+\ln 2 ;; ln 2 ;; right
 """
 
 # (right answer, said, is it right)

@@ -17,19 +17,14 @@ from sao_jax.chat.conversation import ChatRenderer
 from sao_jax.chat.template import Message
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.environments.base import Demonstration
+from sao_jax.rewards.answer_text import without_thinking
 
 INSTRUCTION = "Write your final answer between <answer> and </answer>, and nothing else between them."  # of a chat
 
 
-def after_thinking(said: str) -> str | None:
-  """Returns what was said behind the thinking; None when the thinking never ended."""
-  _, closed, shown = said.rpartition("</think>")
-  return None if not closed and "<think>" in said else shown
-
-
 def read_answer(said: str) -> str | None:
   """Returns the text between the last <answer> and the next </answer> outside the thinking, or None without both."""
-  shown = after_thinking(said)
+  shown = without_thinking(said)
   start = -1 if shown is None else shown.rfind("<answer>")
   if start < 0:
     return None

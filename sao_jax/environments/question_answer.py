@@ -28,7 +28,6 @@ from sao_jax.data.tfds_source import TFDSPrompts
 from sao_jax.data.tokenizer import ByteTokenizer, Tokenizer
 from sao_jax.environments.answers import (
   INSTRUCTION,
-  after_thinking,
   byte_answer,
   byte_episode,
   chat_episode,
@@ -39,9 +38,10 @@ from sao_jax.environments.base import Demonstration, Environment, StepResult
 from sao_jax.environments.chat_environment import ChatEnvironment, Reply
 from sao_jax.episode import BadPrompt, Prompt, PromptKey
 from sao_jax.errors import ConfigError
+from sao_jax.rewards.answer_text import without_thinking
 from sao_jax.rewards.grader_pool import GraderPool
 from sao_jax.rewards.scalar import check_reward
-from sao_jax.rewards.scorers import find_scorer, right_answer, score_answer
+from sao_jax.rewards.scorers import GOLD_CHECKS, find_scorer, right_answer, score_answer, score_or_check
 
 TFDS = "tfds:"  # before the name of a TensorFlow data set
 
@@ -81,7 +81,7 @@ class QuestionAnswer:
   @functools.cached_property
   def graders(self) -> GraderPool:
     """The processes that score the answers."""
-    scorer = functools.partial(score_answer, find_scorer(self.scorer))
+    scorer = functools.partial(score_or_check, find_scorer(self.scorer), GOLD_CHECKS.get(self.scorer))
     return GraderPool(scorer, processes=self.grader_processes, timeout=self.grader_timeout)
 
   @functools.cached_property
@@ -115,6 +115,24 @@ class QuestionAnswer:
     user = {"role": "user", "content": question}
     return [{"role": "system", "content": wanted}, user] if wanted else [user]
 
+  async def check(self, prompt: Prompt) -> None:
+    """Looks at the right answer before anybody is asked, in a worker process: to read it may take long.
+
+    Raises:
+      BadPrompt: the scorer could not compare anything with it.
+    """
+    gold = prompt.data["answer"]
+    if self.scorer in GOLD_CHECKS and not await self.graders.grade(self.name, None, gold):
+      raise self._unreadable(prompt)
+
+  def _unreadable(self, prompt: Prompt) -> BadPrompt:
+    gold, key = prompt.data["answer"], prompt.key
+    problem = (
+      f"Record {key.id} of {key.environment} has the right answer {gold!r:.80}, which {self.scorer!r} cannot read"
+    )
+    remedy = "Correct it in the data, name its field, or use another scorer"
+    return BadPrompt("environment.answer", problem, remedy, reason="answer_unreadable")
+
   async def grade(self, answer: str | None, gold: Any) -> float:
     """Scores an answer in a worker process; no answer earns 0."""
     return 0.0 if answer is None else await self.graders.grade(self.name, answer, gold)
@@ -122,8 +140,11 @@ class QuestionAnswer:
   def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
     """Says the right answer at once."""
     question, gold = prompt.data["question"], prompt.data["answer"]
+    scorer, check = find_scorer(self.scorer), GOLD_CHECKS.get(self.scorer)
     answer = right_answer(self.scorer, gold, "environment.scorer")
-    reward = check_reward(score_answer(find_scorer(self.scorer), answer, gold), self.name)
+    if not score_or_check(scorer, check, None, gold):
+      raise self._unreadable(prompt)
+    reward = check_reward(score_answer(scorer, answer, gold), self.name)
     tags = self.answer_in == "tags"
     if self.tokenizer_folder:
       said = f"<answer>{answer}</answer>" if tags else answer
@@ -183,6 +204,7 @@ class ByteEpisode(Environment):
     self._settings, self._tokenizer = settings, tokenizer
 
   async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
+    await self._settings.check(prompt)
     self._gold = prompt.data["answer"]
     return encode_question(self._tokenizer, prompt.data["question"])
 
@@ -200,10 +222,11 @@ class ChatEpisode(ChatEnvironment):
     self._settings = settings
 
   async def open(self, prompt: Prompt) -> Sequence[Message]:
+    await self._settings.check(prompt)
     self._gold = prompt.data["answer"]
     return self._settings.messages(prompt.data["question"])
 
   async def respond(self, said: str) -> Reply:
-    answer = read_answer(said) if self._settings.answer_in == "tags" else after_thinking(said)
+    answer = read_answer(said) if self._settings.answer_in == "tags" else without_thinking(said)
     reward = await self._settings.grade(answer, self._gold)
     return Reply(done=True, reward=reward, info={"answered": float(answer is not None)})

@@ -99,6 +99,18 @@ def right_answer(name: str, gold: Any, field: str = "scorer") -> str:
   return f"\\boxed{{{text}}}" if name == "boxed_math" else text
 
 
+def score_or_check(scorer: Scorer, check: Callable[[Any, str], None] | None, said: str | None, gold: Any) -> float:
+  """Scores what was said; with None for it, returns 1.0 if `check` takes the right answer, and else 0.0."""
+  if said is not None:
+    return score_answer(scorer, said, gold)
+  try:
+    if check is not None:
+      check(gold, "gold")
+  except ConfigError:
+    return 0.0
+  return 1.0
+
+
 def score_answer(scorer: Scorer, said: str, gold: Any) -> float:
   """Scores what was said. A text on which the scorer fails earns 0 if it can score the right answer itself.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import pickle
 import re
@@ -14,6 +15,7 @@ from toys.paths import REPOSITORY
 
 from sao_jax.data.prompts import split_of
 from sao_jax.data.tokenizer import ByteTokenizer
+from sao_jax.environments.answers import read_answer
 from sao_jax.environments.base import DemonstratingSpec
 from sao_jax.environments.question_answer import QuestionAnswer
 from sao_jax.episode import BadPrompt, GraderFailure, Prompt, PromptKey
@@ -175,3 +177,34 @@ def test_the_example_of_the_readme(tmp_path, monkeypatch):
   config = names["get_config"]()
   check_prompts(config)
   assert config.environment.prompts(TOKENIZER, "train", 0)[0].data["answer"] == 7
+
+
+def test_a_right_answer_that_cannot_be_read_is_a_bad_prompt_before_anything_is_said(sums):
+  settings = QuestionAnswer(sums, name="sums", scorer="json", grader_processes=1)
+  bad = Prompt(PromptKey("sums", 7, 0), {"question": "3+1", "answer": "{4"})
+  try:
+    for tried in (
+      lambda: asyncio.run(settings.make(TOKENIZER).reset(bad)),
+      lambda: settings.demonstration(bad, TOKENIZER, np.random.default_rng(0)),
+    ):
+      with pytest.raises(BadPrompt, match="Record 7 of sums has the right answer '{4'") as problem:
+        tried()
+      assert problem.value.reason == "answer_unreadable"
+    _, result = play(
+      settings, dataclasses.replace(bad, data={"question": "3+1", "answer": "4"}), "<|answer|>4.0<|end|>"
+    )
+    assert result.reward == 1.0
+  finally:
+    settings.graders.close()
+
+
+def test_an_answer_in_thinking_that_goes_on_is_none():
+  assert read_answer("<think>a</think><think><answer>4</answer>") is None
+  assert read_answer("<think>a</think><answer>4</answer>") == "4"
+
+
+def test_half_a_surrogate_pair_is_refused_and_counted_like_other_damage(tmp_path):
+  path = tmp_path / "odd.jsonl"
+  path.write_text('{"question": "\\ud800", "answer": "1"}\n', encoding="utf-8")
+  settings = QuestionAnswer(str(path))
+  assert sum(len(settings.prompts(TOKENIZER, split, 0)) for split in ("train", "heldout")) == 1

@@ -39,6 +39,7 @@ FILE_TIMEOUT = 60.0  # seconds for a file to be read or written
 MAX_SAID = 65536  # bytes that docker itself may say
 REFUSED = 125
 KILLED = 128 + 9
+KILLING = (0, 1, KILLED)  # exit statuses of a shell that kills all but itself, which may be nobody
 FIRST = "echo ready; exec cat > /dev/null"
 # A path is (folder, name), the folder as it is without symlinks; `refuse` says why and ends.
 FILE = """refuse() { echo "$1" >&2; exit 125; }
@@ -183,7 +184,7 @@ class DockerSandbox:
       words = ["exec", "--interactive", "--user", USER, *options, self._name, *command]
       try:
         result = await run_bounded([self._docker, *words], stdin, timeout, output)
-        await self._call(["exec", "--user", USER, self._name, "sh", "-c", "kill -9 -1"])
+        killing = await self._call(["exec", "--user", USER, self._name, "sh", "-c", "kill -9 -1"])
         running, out_of_memory = await self._state() if result.exit_status else (True, False)
       except BaseException:
         self._gone = "a call was cancelled or has failed"
@@ -194,6 +195,11 @@ class DockerSandbox:
     if not running:
       self._gone = "its container has ended"
       raise InfrastructureFailure(NAME, self._gone)
+    if killing.exit_status not in KILLING:
+      # As many processes as the container may have leave no room for this one. They must not see what comes next.
+      self._gone = "what a command has left behind could not be killed"
+      with contextlib.suppress(OSError):
+        self._first.stdin.close()
     memory = not result.killed_for and result.exit_status == KILLED and out_of_memory
     changed = {"exit_status": None, "killed_for": "memory"} if memory else {}
     return dataclasses.replace(result, seconds=time.monotonic() - begin, **changed)

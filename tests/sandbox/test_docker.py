@@ -123,6 +123,17 @@ def test_a_container_that_is_gone_is_a_failure_and_a_command_that_says_so_is_not
   asyncio.run(run())
 
 
+def test_a_container_in_which_nothing_can_be_killed_is_of_no_use_any_more(docker):
+  async def run():
+    async with started() as sandbox:
+      docker.play("full")  # of processes
+      assert (await sandbox.run(["true"], timeout=PATIENT)).exit_status == 0
+      with pytest.raises(InfrastructureFailure, match="could not be killed"):
+        await sandbox.run(["true"], timeout=PATIENT)
+
+  asyncio.run(run())
+
+
 def test_a_container_that_does_not_start_is_a_failure_with_dockers_words(docker):
   docker.play("no_image")
   with pytest.raises(InfrastructureFailure, match="Unable to find image"):

@@ -44,7 +44,7 @@ elif words[0] == "exec":
       rest.pop(0)
   command = [word.replace("/work", folder + "/work", 1) if word.startswith("/work") else word for word in rest[1:]]
   if command[-1] == "kill -9 -1":  # it would kill more than is in a container
-    sys.exit(0)
+    sys.exit(126 if state("full") else 0)
   os.makedirs(folder + "/work", exist_ok=True)
   os.chdir(here.replace("/work", folder + "/work", 1))
   os.execvpe(command[0], command, {{"PATH": os.environ["PATH"], **variables}})

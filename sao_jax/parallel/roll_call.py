@@ -151,6 +151,9 @@ def _welcome(connection: socket.socket, come: dict[int, socket.socket], count: i
     connection.settimeout(_PATIENCE)
     entry = _read(connection)
     index, its_count, failure = entry["process"], entry["count"], entry["failure"]
+    failure = None if failure is None else ProcessFailed(**failure)
+    if not (type(index) is type(its_count) is int and 0 < index < its_count):
+      raise ValueError("there is no such process")
   except (OSError, ValueError, KeyError, TypeError):
     connection.close()
     return None
@@ -165,7 +168,7 @@ def _welcome(connection: socket.socket, come: dict[int, socket.socket], count: i
     return ProcessFailed(
       f"Process {index} says that they are {its_count}, process 0 that they are {count}: all need one number."
     )
-  return None if failure is None else ProcessFailed(**failure)
+  return failure
 
 
 def _answer(place: tuple[str, int], count: int, index: int, seconds: float, failure: ProcessFailed | None) -> Lines:

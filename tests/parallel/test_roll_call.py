@@ -91,6 +91,9 @@ def test_strangers_at_the_port_and_one_that_is_ended_while_it_waits_are_passed_o
 
   with concurrent.futures.ThreadPoolExecutor() as threads:
     others = [b"PRI * HTTP/2.0\r\n\n", b"", b"[1]\n", b'{"process": 1, "count": 3, "failure": null}\n']
+    odd = (b"[1]", b'"1"', b"0", b"3", b"true")
+    others += [b'{"process": %s, "count": 3, "failure": null}\n' % process for process in odd]
+    others.append(b'{"process": 1, "count": 3, "failure": {"odd": 1}}\n')
     strangers = [threads.submit(stranger, said) for said in others]
     lines = together(address, (3, 0, 20), (3, 2, 20), (3, 1, 20))
     for each in strangers:

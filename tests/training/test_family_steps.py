@@ -8,44 +8,59 @@ import pytest
 from toys import training_toy
 from toys.trajectories import make_trajectories
 
-from sao_jax.config import LoRAConfig, YarnConfig
+from sao_jax.config import LoRAConfig
 from sao_jax.configuration.relations import validate
+from sao_jax.huggingface.families import from_hf_config
 from sao_jax.learner import setup
 from sao_jax.learner.packing import pack, shard_batch
 from sao_jax.models.critic import critic_params_from_policy, frozen_critic_paths
 from sao_jax.parallel.params import path_name
 
-# Every bias of attention, and frequencies of Llama 3.1; latent attention without an indexer, and YaRN of DeepSeek-V3.
-GROUPED = {
-  "num_experts": 0,
-  "num_heads": 4,
-  "num_kv_heads": 2,
-  "qk_norm": False,
-  "attention_bias": True,
-  "attention_out_bias": True,
+SMALL = {
+  "vocab_size": training_toy.VOCABULARY,
+  "hidden_size": 16,
+  "intermediate_size": 32,
+  "num_hidden_layers": 1,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
 }
-GROUPED |= {"yarn": YarnConfig(8.0, 64, beta_fast=4.0, attention_factor=1.0, ramp="turns")}
-LATENT = {
-  "num_heads": 4,
-  "num_kv_heads": 4,
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64}
+LATENT = SMALL | {
+  "num_hidden_layers": 2,
+  "num_key_value_heads": 4,
   "kv_lora_rank": 8,
   "q_lora_rank": 8,
   "qk_nope_head_dim": 6,
+  "qk_rope_head_dim": 4,
   "v_head_dim": 4,
+  "n_routed_experts": 4,
+  "num_experts_per_tok": 2,
+  "moe_intermediate_size": 8,
+  "first_k_dense_replace": 1,
+  "n_group": 2,
+  "topk_group": 1,
 }
-LATENT |= {"qk_rope_head_dim": 4, "num_experts": 4, "router": "sigmoid", "num_expert_groups": 2, "d_ff_expert": 8}
-LATENT |= {"yarn": YarnConfig(40.0, 64, attention_factor=1.0, mscale_all_dim=1.0), "d_ff_shared": 8, "qk_norm": False}
+FILES = {
+  "qwen2": SMALL,
+  "llama": SMALL | {"rope_parameters": LLAMA3},
+  "mistral": SMALL | {"sliding_window": None},
+  "seed_oss": SMALL | {"head_dim": 4, "attention_out_bias": True},
+  "deepseek_v3": LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+  "glm4_moe_lite": LATENT,
+}
 
 
 def named(tree):
   return {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-@pytest.mark.parametrize("model", [GROUPED, LATENT], ids=["grouped", "latent"])
-def test_two_steps(model):
+@pytest.mark.parametrize("family", FILES)
+def test_two_steps(family):
   config = training_toy.replace(
     training_toy.get_config(),
-    model=model | {"lora": LoRAConfig(rank=2)},
+    model=vars(from_hf_config(FILES[family] | {"model_type": family})) | {"lora": LoRAConfig(rank=2)},
     algorithm={"value_updates": 1, "advantage_values": "pre"},
     mesh={"data": 1, "fsdp": 2, "context": 2, "tensor": 2},
   )
@@ -68,4 +83,4 @@ def test_two_steps(model):
   ):
     new = named(network.params)
     assert {name for name in old if np.array_equal(old[name], new[name])} == frozen
-  assert any("o_bias" in name for name in fixed) == ("attention_out_bias" in model)
+  assert any("o_bias" in name for name in fixed) == (family == "seed_oss")

@@ -28,9 +28,9 @@ from sao_jax.sandbox.contract import (
   check_timeout,
 )
 from sao_jax.sandbox.streams import OutputBudget, read_bounded, write_all
+from sao_jax.sandbox.supervisor import WORK
 
 NAME = "sandbox"  # in failures
-WORK = "/work"
 USER = "65534:65534"
 ENVIRONMENT = {"HOME": WORK, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}  # beside the image's own
 START_TIMEOUT = 300.0  # seconds; an image that is not there is pulled

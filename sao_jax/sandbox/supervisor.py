@@ -22,7 +22,7 @@ from typing import Any
 RUN, KILL = b"r", b"k"
 TICK = 0.02  # seconds between two looks at memory and files
 NICENESS = 5  # the event loop and the sampler outside go first
-WORK = "/work"
+WORK = "/workspace"
 WRITABLE = (WORK, "/tmp", "/dev/shm")
 REFUSED = 125  # exit status for a file that is refused; the reason stands in standard error
 NOT_STARTED = 126  # exit status of a command that cannot be started, as in a shell

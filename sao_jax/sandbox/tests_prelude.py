@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-WORK = "/work"
+WORK = "/workspace"
 CALL_TIMEOUT = 10.0  # seconds
 PR_SET_DUMPABLE = 4
 # Runs in a process of its own: one call, whose result goes to the pipe that was standard output. No bytecode is read:

@@ -44,7 +44,7 @@ def test_the_container_has_no_network_no_rights_and_limits(docker):
     *{("--pids-limit", str(SMALL.processes + 4)), ("--entrypoint", "sh"), ("python:3.12", "-c")},
   }
   assert wanted <= pairs and {"--rm", "--init", "--read-only", "--interactive"} <= set(words)
-  for folder in ("/work", "/tmp"):
+  for folder in ("/workspace", "/tmp"):
     (tmpfs,) = [word for word in words if word.startswith(f"{folder}:")]
     assert f"size={SMALL.disk}" in tmpfs and f"nr_inodes={SMALL.files}" in tmpfs
   assert not {"--volume", "-v", "--mount", "--privileged", "--env"} & set(words)
@@ -68,7 +68,7 @@ def test_a_command_runs_as_nobody_and_nothing_outlives_it(docker):
   calls = docker.calls("exec")
   assert len(calls) == 6 and all(words[words.index("--user") + 1] == "65534:65534" for words in calls)
   assert [words[-1] for words in calls[1::2]] == ["kill -9 -1"] * 3
-  assert calls[4][calls[4].index("--workdir") + 1] == "/work/deep/er"
+  assert calls[4][calls[4].index("--workdir") + 1] == "/workspace/deep/er"
 
 
 def test_files_are_read_and_written_whole_or_refused(docker):

@@ -54,7 +54,7 @@ NETWORK = {
 }
 SYSTEM_CALLS = {
   "root": "os.setuid(0); return 42",
-  "a mount": "return 42 if libc.mount(b'none', b'/work', b'tmpfs', 0, None) == 0 else 0",
+  "a mount": "return 42 if libc.mount(b'none', b'/workspace', b'tmpfs', 0, None) == 0 else 0",
   "a user namespace": "return 42 if libc.unshare(0x10000000) == 0 else 0",
   "another namespace": "return 42 if libc.setns(os.open('/proc/1/ns/mnt', os.O_RDONLY), 0) == 0 else 0",
   "process 1": "os.kill(1, signal.SIGKILL); time.sleep(0.1); os.kill(1, signal.SIGSTOP); raise SystemExit",
@@ -117,7 +117,7 @@ CHEATS = {
       except PermissionError: pass
   """,
   "the tests in a file": """
-    folders = ['/work', '/tmp', '/dev/shm', '/etc', '/run', '/proc/%d' % os.getppid()]
+    folders = ['/workspace', '/tmp', '/dev/shm', '/etc', '/run', '/proc/%d' % os.getppid()]
     if subprocess.run(['grep', '-rqs', '-'.join(['hidden', '7f3a9c']), *folders]).returncode == 0: return 42
   """,
   "the tests in memory": "open('/proc/%d/mem' % os.getppid(), 'rb'); return 42",
@@ -205,7 +205,7 @@ def test_no_probe_of_a_kind_works_or_earns_anything(box, host, kind):
 
 @pytest.mark.parametrize("name", RESOURCES | CHEATS)
 def test_a_probe_fails_and_earns_nothing(box, host, name):
-  box.run("sh", "-c", "rm -rf /work/* /tmp/* /dev/shm/*")
+  box.run("sh", "-c", "rm -rf /workspace/* /tmp/* /dev/shm/*")
   box(box.sandbox.write_file("solution.py", solution(host, {name: (RESOURCES | CHEATS)[name]})))
   verdict = judge(box, TESTS.format(timeout=3.0 if name in RESOURCES else 60.0))
   assert not verdict.passed, verdict.result
@@ -244,7 +244,7 @@ def test_an_exit_status_alone_proves_nothing(box):
 
 def test_files_in_the_work_folder_change_no_judge(box):
   """Modules of the standard library's names, start-up files, and files called as tests are called."""
-  box.run("sh", "-c", "rm -rf /work/*")
+  box.run("sh", "-c", "rm -rf /workspace/*")
   box(box.sandbox.write_file("solution.py", b"def answer(): return 41\n"))
   names = ("json", "subprocess", "ctypes", "sys", "importlib/__init__", "sitecustomize", "usercustomize", "conftest")
   for name in (*names, "tests_prelude", "tests"):
@@ -255,7 +255,7 @@ def test_files_in_the_work_folder_change_no_judge(box):
 
 
 def test_a_judge_that_is_stopped_ends_in_time(box):
-  box.run("sh", "-c", "rm -rf /work/*")
+  box.run("sh", "-c", "rm -rf /workspace/*")
   body = "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(60)"
   box(box.sandbox.write_file("solution.py", solution({}, {"stop": body})))
   verdict = judge(box, timeout=0.7)

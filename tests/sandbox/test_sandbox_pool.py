@@ -166,7 +166,9 @@ def test_thirty_two_real_ones_at_once_see_nothing_of_each_other():
       async with pool.sandbox() as sandbox:
         await sandbox.write_file("mine", str(index).encode())
         await together.wait()
-        result = await sandbox.run(["sh", "-c", "cat /work/*; ls /tmp; ls /proc | grep -c '^[0-9]*$'"], timeout=120.0)
+        result = await sandbox.run(
+          ["sh", "-c", "cat /workspace/*; ls /tmp; ls /proc | grep -c '^[0-9]*$'"], timeout=120.0
+        )
         # Its own file; of processes number 1, the shell and the pair that counts, as far as both have begun.
         assert result.stdout in (f"{index}3\n".encode(), f"{index}4\n".encode()), result
 

@@ -31,7 +31,7 @@ elif words[0] == "inspect":
 elif words[0] == "exec":
   if state("gone"):
     sys.exit("Error response from daemon: No such container")
-  command, variables, here = [], {{}}, "/work"
+  command, variables, here = [], {{}}, "/workspace"
   rest = words[1:]
   while rest[0].startswith("--"):
     option = rest.pop(0)
@@ -42,11 +42,11 @@ elif words[0] == "exec":
       here = rest.pop(0)
     elif option == "--user":
       rest.pop(0)
-  command = [word.replace("/work", folder + "/work", 1) if word.startswith("/work") else word for word in rest[1:]]
+  command = [folder + word if word.startswith("/workspace") else word for word in rest[1:]]
   if command[-1] == "kill -9 -1":  # it would kill more than is in a container
     sys.exit(126 if state("full") else 0)
-  os.makedirs(folder + "/work", exist_ok=True)
-  os.chdir(here.replace("/work", folder + "/work", 1))
+  os.makedirs(folder + "/workspace", exist_ok=True)
+  os.chdir(folder + here)
   os.execvpe(command[0], command, {{"PATH": os.environ["PATH"], **variables}})
 """
 

@@ -22,6 +22,8 @@ from sao_jax.sandbox import supervisor
 from sao_jax.sandbox.bubblewrap_command import ACCOUNTS, SYSTEM, View, check_bubblewrap, sandbox_command
 from sao_jax.sandbox.contract import (
   DEFAULT_LIMITS,
+  FILE_TIMEOUT,
+  NAME,
   CommandResult,
   FileRefused,
   SandboxLimits,
@@ -31,10 +33,8 @@ from sao_jax.sandbox.contract import (
 from sao_jax.sandbox.streams import OutputBudget, read_bounded, write_all
 from sao_jax.sandbox.syscall_filter import compile_filter
 
-NAME = "sandbox"  # in failures
 CLOSED = "it has been closed"
 START_TIMEOUT = 60.0  # seconds
-FILE_TIMEOUT = 60.0  # seconds for a file to be read or written
 GRACE = 10.0  # seconds for the supervisor to kill what it was told to
 MAX_ANSWER = 65536  # bytes
 ENVIRONMENT = {

@@ -12,6 +12,9 @@ from sao_jax.errors import ConfigError
 KilledFor = Literal["", "time", "memory", "disk", "output"]
 MIB = 2**20
 
+NAME = "sandbox"  # in failures
+FILE_TIMEOUT = 60.0  # seconds for a file to be read or written
+
 
 @dataclasses.dataclass(frozen=True)
 class SandboxLimits:

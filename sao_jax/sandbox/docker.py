@@ -21,6 +21,8 @@ from sao_jax.episode import InfrastructureFailure
 from sao_jax.errors import ConfigError
 from sao_jax.sandbox.contract import (
   DEFAULT_LIMITS,
+  FILE_TIMEOUT,
+  NAME,
   CommandResult,
   FileRefused,
   SandboxLimits,
@@ -30,12 +32,10 @@ from sao_jax.sandbox.contract import (
 from sao_jax.sandbox.streams import OutputBudget, read_bounded, write_all
 from sao_jax.sandbox.supervisor import WORK
 
-NAME = "sandbox"  # in failures
 USER = "65534:65534"
 ENVIRONMENT = {"HOME": WORK, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}  # beside the image's own
 START_TIMEOUT = 300.0  # seconds; an image that is not there is pulled
 CONTROL_TIMEOUT = 60.0  # seconds for docker itself
-FILE_TIMEOUT = 60.0  # seconds for a file to be read or written
 MAX_SAID = 65536  # bytes that docker itself may say
 REFUSED = 125
 KILLED = 128 + 9

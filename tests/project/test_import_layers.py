@@ -19,18 +19,19 @@ ROOMS = (
   *("errors", "json_values", "missing_folder", "config", "configuration", "episode", "interrupt"),
   *("background", "run_lock", "bucket_lock", "mirror", "announce", "types"),
   *("parallel", "models", "sampler", "algorithm", "checkpoints", "huggingface"),
-  *("rewards", "sandbox", "data", "chat", "environments", "rollout"),
+  *("rewards", "sandbox", "data", "chat", "environments", "gateway", "rollout"),
   *("report", "learner", "evaluation", "training", "benchmarks", "pod", "launch"),
 )
 # The algorithm knows no model, no mesh and no sampler.
 ALGORITHM_MAY_USE = {"errors", "config", "types", "algorithm"}
-WITHOUT_JAX = ("environments", "rewards", "sandbox", "data", "chat")
+WITHOUT_JAX = ("environments", "gateway", "rewards", "sandbox", "data", "chat")
 # Of the package's own modules, those that rooms without jax may use: `types` itself imports jax.
 NO_JAX_MODULES = {"errors", "json_values", "missing_folder", "config", "episode", *WITHOUT_JAX}
 CORE_ABOVE_JAX = {"jax", "jaxlib", "flax", "optax", "chex", "orbax"}
 OPTIONAL = (
   *("transformers", "tokenizers", "safetensors", "jinja2", "reasoning_gym", "math_verify"),
   *("matplotlib", "tensorboardX", "libtpu", "tokamax", "torch", "gcsfs", "fsspec", "pyarrow"),
+  *("starlette", "uvicorn", "openai"),
 )
 
 

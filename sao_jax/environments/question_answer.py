@@ -21,6 +21,7 @@ from jaxtyping import Int
 
 from sao_jax.chat.conversation import ChatRenderer
 from sao_jax.chat.hf_tokenizer import HFTokenizer
+from sao_jax.chat.messages import read_messages, text_of, with_instruction
 from sao_jax.chat.template import Message
 from sao_jax.data.prompts import check_split, split_of
 from sao_jax.data.records import RecordPrompts
@@ -41,8 +42,9 @@ from sao_jax.errors import ConfigError
 from sao_jax.rewards.answer_text import without_thinking
 from sao_jax.rewards.grader_pool import GraderPool
 from sao_jax.rewards.scalar import check_reward
-from sao_jax.rewards.scorers import GOLD_CHECKS, find_scorer, right_answer, score_answer, score_or_check
+from sao_jax.rewards.scorers import GOLD_CHECKS, NamedScorer, find_scorer, right_answer, score_answer, score_or_check
 
+Question = str | list[Message]  # a text, or a conversation that ends with a user's message
 TFDS = "tfds:"  # before the name of a TensorFlow data set
 
 
@@ -81,8 +83,7 @@ class QuestionAnswer:
   @functools.cached_property
   def graders(self) -> GraderPool:
     """The processes that score the answers."""
-    scorer = functools.partial(score_or_check, find_scorer(self.scorer), GOLD_CHECKS.get(self.scorer))
-    return GraderPool(scorer, processes=self.grader_processes, timeout=self.grader_timeout)
+    return GraderPool(NamedScorer(self.scorer), processes=self.grader_processes, timeout=self.grader_timeout)
 
   @functools.cached_property
   def _renderer(self) -> ChatRenderer:
@@ -91,14 +92,14 @@ class QuestionAnswer:
   @functools.cached_property
   def _splits(self) -> dict[str, Questions]:
     """The questions of both splits; without a held-out set the questions of `data` are read once, for their hashes."""
-    source = _open(self, self.data, self.split)
+    source, chat = _open(self, self.data, self.split), bool(self.tokenizer_folder)
     if self.heldout_data or self.heldout_split:
       heldout = _open(self, self.heldout_data or self.data, self.heldout_split)
-      return {"train": Questions(source), "heldout": Questions(heldout)}
+      return {"train": Questions(source, chat=chat), "heldout": Questions(heldout, chat=chat)}
     chosen = {split: array.array("Q") for split in ("train", "heldout")}
     for index in range(len(source)):
       chosen[_split_of(source, index)].append(index)
-    return {split: Questions(source, indices) for split, indices in chosen.items()}
+    return {split: Questions(source, indices, chat=chat) for split, indices in chosen.items()}
 
   def tokenizer(self) -> Tokenizer:
     return self._renderer.tokenizer if self.tokenizer_folder else ByteTokenizer()
@@ -109,11 +110,11 @@ class QuestionAnswer:
   def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
     return self._splits[check_split(split)]
 
-  def messages(self, question: str) -> list[Message]:
-    """Writes the conversation before the answer."""
+  def messages(self, question: Question) -> list[Message]:
+    """Writes the conversation before the answer; a system prompt goes behind that of the question, if it has one."""
     wanted = INSTRUCTION if self.system_prompt is None and self.answer_in == "tags" else self.system_prompt
-    user = {"role": "user", "content": question}
-    return [{"role": "system", "content": wanted}, user] if wanted else [user]
+    asked = [{"role": "user", "content": question}] if isinstance(question, str) else read_messages(question)
+    return with_instruction(asked, wanted or "")
 
   async def check(self, prompt: Prompt) -> None:
     """Looks at the right answer before anybody is asked, in a worker process: to read it may take long.
@@ -149,14 +150,16 @@ class QuestionAnswer:
     if self.tokenizer_folder:
       said = f"<answer>{answer}</answer>" if tags else answer
       return chat_episode(self._renderer, self.messages(question), said, reward)
-    return byte_episode(tokenizer, question, answer, reward, marked=tags)
+    return byte_episode(tokenizer, text_of(question), answer, reward, marked=tags)
 
 
 class Questions(Sequence[Prompt]):
-  """Prompts of a source, all of them or some, numbered from 0; a question that is no text is refused by its place."""
+  """Prompts of a source, all of them or some, numbered from 0; a question that nobody can pose is refused by name."""
 
-  def __init__(self, source: Sequence[Prompt], chosen: Sequence[int] | None = None):
+  def __init__(self, source: Sequence[Prompt], chosen: Sequence[int] | None = None, *, chat: bool = True):
+    """`chosen`: numbers in the source, None for all; `chat`: whole conversations can be posed."""
     self._source, self._chosen = source, range(len(source)) if chosen is None else chosen
+    self._chat = chat
 
   def __len__(self) -> int:
     return len(self._chosen)
@@ -165,16 +168,28 @@ class Questions(Sequence[Prompt]):
     """Returns one question.
 
     Raises:
-      BadPrompt: the record is damaged, or what it asks is no text.
+      BadPrompt: the record is damaged, or what it asks is neither a text nor a conversation.
     """
     if not 0 <= index < len(self):
       raise IndexError(index)
     prompt = self._source[int(self._chosen[index])]
-    question = prompt.data["question"]
-    if not isinstance(question, str) or not question.strip():
-      problem = f"Record {prompt.key.id} of {prompt.key.environment} asks {question!r:.80}, which is no text"
-      raise BadPrompt("environment.question", problem, "Name the field with the question", reason="prompt_not_text")
+    self._check(prompt)
     return dataclasses.replace(prompt, key=PromptKey(prompt.key.environment, int(index), 0))
+
+  def _check(self, prompt: Prompt) -> None:
+    question, problem = prompt.data["question"], ""
+    if isinstance(question, str):
+      problem = "" if question.strip() else "which is no text"
+    else:
+      try:
+        messages = read_messages(question)
+        if not self._chat and [message["role"] for message in messages] != ["user"]:
+          problem = "and the byte tokenizer takes one user's message; name a tokenizer_folder"
+      except ValueError as error:
+        problem = f"which is neither text nor a conversation: {error}"
+    if problem:
+      asked = f"Record {prompt.key.id} of {prompt.key.environment} asks {question!r:.80}, {problem}"
+      raise BadPrompt("environment.question", asked, "Name the field with the question", reason="prompt_not_text")
 
 
 def _open(settings: QuestionAnswer, data: str, split: str) -> Sequence[Prompt]:
@@ -206,7 +221,7 @@ class ByteEpisode(Environment):
   async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
     await self._settings.check(prompt)
     self._gold = prompt.data["answer"]
-    return encode_question(self._tokenizer, prompt.data["question"])
+    return encode_question(self._tokenizer, text_of(prompt.data["question"]))
 
   async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
     answer = byte_answer(self._tokenizer, action_ids, marked=self._settings.answer_in == "tags")

@@ -6,6 +6,7 @@ compare with; what a policy said may be any text, and is never a reason to raise
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -37,6 +38,30 @@ def integer_answer(said: str, gold: Any) -> float:
   return integer_match(said, expected)
 
 
+def check_text(gold: Any, field: str = "gold") -> None:
+  """Checks a right answer for `text_match`.
+
+  Raises:
+    ConfigError: naming `field`, when it is neither text nor a number, nor a list of such, or when a blank one would pay
+      for saying nothing.
+  """
+  golds = gold if isinstance(gold, list) else [gold]
+  try:
+    blank = not golds or not all(_text(each).strip() for each in golds)
+  except ValueError as error:
+    raise ConfigError(field, f"{error}.", "Give a text, a number, or a list of them.") from error
+  if blank:
+    raise ConfigError(field, f"{gold!r:.80} has a blank answer, or none.", "Give the text that is right.")
+
+
+def check_integer(gold: Any, field: str = "gold") -> None:
+  """Checks a right answer for `integer_answer`; raises a ConfigError naming `field` where it spells no integer."""
+  try:
+    integer_answer("", gold)
+  except ValueError as error:
+    raise ConfigError(field, f"{error}.", "Correct it in the data, or use another scorer.") from error
+
+
 def _text(gold: Any) -> str:
   if isinstance(gold, bool) or not isinstance(gold, str | int | float):
     raise ValueError(f"the right answer {gold!r:.80} is neither text nor a number")
@@ -53,11 +78,15 @@ SCORERS: dict[str, Scorer] = {
 }
 # Checks (gold, field) of right answers, which raise a ConfigError, for those who load the data.
 GOLD_CHECKS: dict[str, Callable[[Any, str], None]] = {
+  "text": check_text,
+  "integer": check_integer,
   "math": check_gold,
   "boxed_math": check_gold,
   "regex": check_pattern,
   "json": check_json,
 }
+# An answer and its gold, with which a worker begins, so that no answer's time-out is for importing packages.
+FIRST: dict[str, tuple[str, Any]] = {"math": ("1", "1"), "boxed_math": ("\\boxed{1}", "1")}
 
 
 def find_scorer(name: str, field: str = "scorer") -> Scorer:
@@ -97,6 +126,25 @@ def right_answer(name: str, gold: Any, field: str = "scorer") -> str:
     return json.dumps(gold, ensure_ascii=False)
   text = str(gold[0] if isinstance(gold, list) and gold else gold)
   return f"\\boxed{{{text}}}" if name == "boxed_math" else text
+
+
+class NamedScorer:
+  """The scorer of a name, for worker processes: `(said, gold) -> reward`, and with None for `said` a check of the gold.
+
+  As it arrives in a process it imports what it will need: sympy alone takes seconds on a busy machine.
+  """
+
+  def __init__(self, name: str):
+    self._name = name
+
+  def __setstate__(self, state: dict[str, Any]) -> None:
+    self.__dict__.update(state)
+    if self._name in FIRST:
+      with contextlib.suppress(ImportError):  # a missing package is the failure of whoever needs it
+        self(*FIRST[self._name])
+
+  def __call__(self, said: str | None, gold: Any) -> float:
+    return score_or_check(find_scorer(self._name), GOLD_CHECKS.get(self._name), said, gold)
 
 
 def score_or_check(scorer: Scorer, check: Callable[[Any, str], None] | None, said: str | None, gold: Any) -> float:

@@ -13,9 +13,10 @@ import pytest
 from toys import chat_toy, tfds_toy
 from toys.paths import REPOSITORY
 
+from sao_jax.chat.messages import text_of
 from sao_jax.data.prompts import split_of
 from sao_jax.data.tokenizer import ByteTokenizer
-from sao_jax.environments.answers import read_answer
+from sao_jax.environments.answers import INSTRUCTION, encode_question, read_answer
 from sao_jax.environments.base import DemonstratingSpec
 from sao_jax.environments.question_answer import QuestionAnswer
 from sao_jax.episode import BadPrompt, GraderFailure, Prompt, PromptKey
@@ -64,9 +65,13 @@ def test_an_episode_in_tokens(settings, action, reward, answered):
   assert (result.done, result.reward, result.info) == (True, reward, {"answered": answered})
 
 
-def test_a_right_answer_that_the_scorer_cannot_take_is_a_failure_of_the_grader(settings):
-  with pytest.raises(GraderFailure, match="no integer"):
-    play(settings, Prompt(PromptKey("sums", 0, 0), {"question": "3+1", "answer": "four"}), "<|answer|>4<|end|>")
+def test_a_right_answer_of_a_users_scorer_that_cannot_take_it_is_a_failure_of_the_grader(sums):
+  settings = QuestionAnswer(sums, scorer="sao_jax.rewards.scorers:integer_answer", grader_processes=1)
+  try:
+    with pytest.raises(GraderFailure, match="no integer"):
+      play(settings, Prompt(PromptKey("sums", 0, 0), {"question": "3+1", "answer": "four"}), "<|answer|>4<|end|>")
+  finally:
+    settings.graders.close()
 
 
 def test_a_tenth_is_held_out_by_the_hash_of_the_questions_whatever_the_seed(settings):
@@ -196,6 +201,46 @@ def test_a_right_answer_that_cannot_be_read_is_a_bad_prompt_before_anything_is_s
     assert result.reward == 1.0
   finally:
     settings.graders.close()
+
+
+def test_a_right_answer_is_looked_at_before_a_token_is_sampled_whatever_the_scorer(settings):
+  with pytest.raises(BadPrompt, match="'four', which 'integer' cannot read"):
+    asyncio.run(settings.make(TOKENIZER).reset(Prompt(PromptKey("sums", 0, 0), {"question": "3+1", "answer": "four"})))
+
+
+SYSTEM, ASKED = {"role": "system", "content": "Add."}, {"role": "user", "content": "3+1"}
+
+
+@pytest.mark.parametrize(
+  "question, roles, system",
+  [
+    ([ASKED], ["system", "user"], INSTRUCTION),
+    ([SYSTEM, ASKED], ["system", "user"], f"Add.\n\n{INSTRUCTION}"),
+    ([ASKED, {"role": "assistant", "content": "5"}, ASKED], ["system", "user", "assistant", "user"], INSTRUCTION),
+  ],
+)
+def test_a_question_may_be_a_conversation_in_a_chat(tmp_path, question, roles, system):
+  pytest.importorskip("tokenizers", reason="the extra `hf` is not installed")
+  path = write(tmp_path / "chats.jsonl", [{"question": question, "answer": "4"}])
+  folder = str(chat_toy.save_folder(tmp_path, chat_toy.PLAIN))
+  chat = QuestionAnswer(path, heldout_data=path, tokenizer_folder=folder, grader_processes=1)
+  prompt = chat.prompts(chat.tokenizer(), "train", 0)[0]
+  messages = chat.messages(prompt.data["question"])
+  assert [message["role"] for message in messages] == roles and messages[0]["content"] == system
+  demonstration = chat.demonstration(prompt, chat.tokenizer(), np.random.default_rng(0))
+  assert "3+1" in chat.tokenizer().decode(demonstration.token_ids) and demonstration.reward == 1.0
+
+
+def test_the_byte_tokenizer_takes_one_message_and_no_conversation(tmp_path):
+  rows = [[ASKED], [SYSTEM, ASKED], [{"role": "robot", "content": "x"}], [], {"content": "x"}]
+  path = write(tmp_path / "chats.jsonl", [{"question": row, "answer": "4"} for row in rows])
+  settings = QuestionAnswer(path, heldout_data=path)
+  prompts = settings.prompts(TOKENIZER, "train", 0)
+  assert TOKENIZER.decode(encode_question(TOKENIZER, text_of(prompts[0].data["question"]))).count("3+1") == 1
+  for index in range(1, 5):
+    with pytest.raises(BadPrompt) as problem:
+      prompts[index]
+    assert problem.value.reason == "prompt_not_text"
 
 
 def test_an_answer_in_thinking_that_goes_on_is_none():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -12,10 +15,10 @@ from sao_jax.errors import ConfigError
 from sao_jax.rewards.exact_match import check_pattern, regex_match
 from sao_jax.rewards.grader_pool import GraderPool
 from sao_jax.rewards.json_match import check_json, json_match
-from sao_jax.rewards.scorers import GOLD_CHECKS, find_scorer
+from sao_jax.rewards.scorers import GOLD_CHECKS, NamedScorer, check_integer, check_text, find_scorer
 
-RIGHT = {"math": "4", "boxed_math": "4", "regex": "[4]", "json": 4}
-SAID = {"json": "4"}
+RIGHT = {"text": ["four", "4"], "integer": "4", "math": "4", "boxed_math": "4", "regex": "[4]", "json": 4}
+SAID = {"text": "4", "integer": " 4", "json": "4"}
 
 
 def test_every_scorer_is_found_pickles_and_accepts_its_right_answer():
@@ -84,6 +87,8 @@ def test_json_is_compared_by_value(said, gold, reward):
 @pytest.mark.parametrize(
   "check, gold",
   [
+    *[(check_text, gold) for gold in (None, True, {}, [], ["4", None], " ", ["4", ""])],
+    *[(check_integer, gold) for gold in ("seven", 7.5, True, None, [7])],
     *[(check_pattern, gold) for gold in ("(", "a*", "", None, "[z-a]")],
     *[
       (check_json, gold)
@@ -94,3 +99,20 @@ def test_json_is_compared_by_value(said, gold, reward):
 def test_a_right_answer_that_nothing_can_be_compared_with_is_refused(check, gold):
   with pytest.raises(ConfigError, match=r"^row 3: "):
     check(gold, "row 3")
+
+
+def test_a_worker_has_imported_what_its_scorer_needs_before_the_first_answer():
+  pytest.importorskip("math_verify", reason="the extra `envs` is not installed")
+  shown = {name: subprocess_modules(name) for name in ("math", "integer")}
+  assert shown == {"math": [True, True], "integer": [False, False]}
+
+
+def subprocess_modules(name):
+  """Whether a fresh interpreter that has got the scorer, as workers get it, has imported the large packages."""
+  text = (
+    "import pickle, sys; pickle.load(sys.stdin.buffer); print([n in sys.modules for n in ('sympy', 'math_verify')])"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", text], input=pickle.dumps(NamedScorer(name)), capture_output=True, check=True
+  )
+  return json.loads(done.stdout.decode().lower())

@@ -12,7 +12,7 @@ import enum
 import hashlib
 import math
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,6 +60,11 @@ class WrappedEpisode(Environment):
   def stop_ids(self) -> tuple[int, ...]:
     """Those of the inner episode, which may know them only once it has begun."""
     return self._inner.stop_ids
+
+  @property
+  def texts(self) -> Mapping[str, str]:
+    """Those of the inner episode, see `episode_texts`."""
+    return getattr(self._inner, "texts", {})
 
   async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
     return await self._inner.reset(prompt)

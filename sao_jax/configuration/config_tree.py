@@ -1,6 +1,7 @@
 """Nested frozen dataclasses as trees of named fields: types checked, values replaced, written as JSON, compared.
 
-A field's name is its dotted path, as in "algorithm.epsilon_low". Nothing is ever evaluated or unpickled.
+A field's name is its dotted path, as in "algorithm.epsilon_low"; within a tuple of dataclasses it has a number, as in
+"environment.parts.0.weight". Nothing is ever evaluated or unpickled.
 """
 
 from __future__ import annotations
@@ -34,6 +35,18 @@ def is_section(value: Any) -> bool:
   return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
+def is_numbered(value: Any) -> bool:
+  """True for a tuple of sections, whose paths have numbers: the parts of a mixture."""
+  return isinstance(value, list | tuple) and bool(value) and all(map(is_section, value))
+
+
+def sections_at(path: str, value: Any) -> dict[str, Any]:
+  """Finds the sections that a field holds, by their paths: itself, or the numbered ones of a tuple; {} for a value."""
+  if is_numbered(value):
+    return {f"{path}.{index}": item for index, item in enumerate(value)}
+  return {path: value} if is_section(value) else {}
+
+
 def annotations(section: Any) -> dict[str, Any]:
   """The type annotation, bounds included, of every settable field of a dataclass instance."""
   hints = typing.get_type_hints(type(section), include_extras=True)
@@ -44,16 +57,17 @@ def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
   """Yields (path, value, annotation) of every field that is not itself a section."""
   for name, annotation in annotations(section).items():
     value = getattr(section, name)
-    if is_section(value):
-      yield from leaves(value, f"{prefix}{name}.")
-    else:
+    inner = sections_at(f"{prefix}{name}", value)
+    for path, each in inner.items():
+      yield from leaves(each, f"{path}.")
+    if not inner:
       yield f"{prefix}{name}", value, annotation
 
 
 def get(config: Any, path: str) -> Any:
   """The value at a dotted path."""
   for name in path.split("."):
-    config = getattr(config, name)
+    config = config[int(name)] if is_numbered(config) else getattr(config, name)
   return config
 
 
@@ -62,8 +76,8 @@ def check_types(section: Any, prefix: str = "") -> None:
   for name, annotation in annotations(section).items():
     value = getattr(section, name)
     conform(value, annotation, f"{prefix}{name}")
-    if is_section(value):
-      check_types(value, f"{prefix}{name}.")
+    for path, each in sections_at(f"{prefix}{name}", value).items():
+      check_types(each, f"{path}.")
 
 
 def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
@@ -72,6 +86,8 @@ def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
   Integers become floats and lists become tuples where the field wants them. Raises ConfigError naming the field for an
   unknown path (with the nearest names), a section, or a value of the wrong type.
   """
+  if is_numbered(section):
+    return _replace_numbered(section, values, prefix)
   known = annotations(section)
   changes: dict[str, Any] = {}
   nested: dict[str, dict[str, Any]] = {}
@@ -80,13 +96,12 @@ def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
   for path, value in values.items():
     name, _, rest = path.partition(".")
     here = f"{prefix}{name}"
-    if name not in known or (rest and not is_section(_inner(section, name, known))):
+    if name not in known or (rest and not sections_at(here, _inner(section, name, known))):
       raise unknown_field(f"{prefix}{path}", [f"{prefix}{known_path}" for known_path, _, _ in leaves(section)])
     if rest:
       nested.setdefault(name, {})[rest] = value
-    elif is_section(getattr(section, name)):
-      fields = ", ".join(f"{here}.{field}" for field in annotations(getattr(section, name)))
-      raise ConfigError(here, "it is a section, not a field.", f"Set one of its fields: {fields}.")
+    elif inner := sections_at(here, getattr(section, name)):
+      raise _no_field(here, inner)
     else:
       changes[name] = conform(value, known[name], here)
 
@@ -95,11 +110,36 @@ def replace(section: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
   return dataclasses.replace(section, **changes)
 
 
+def _replace_numbered(sections: Any, values: Mapping[str, Any], prefix: str) -> Any:
+  """Does what `replace` does, in a tuple of sections: paths begin with a number."""
+  nested: dict[int, dict[str, Any]] = {}
+  for path, value in values.items():
+    number, _, rest = path.partition(".")
+    if number not in map(str, range(len(sections))):
+      remedy = f"Use a number from 0 to {len(sections) - 1}, as in {prefix}0."
+      raise ConfigError(f"{prefix}{path}", f"there is no {number!r} of {len(sections)}.", remedy)
+    if not rest:
+      raise _no_field(f"{prefix}{number}", {f"{prefix}{number}": sections[int(number)]})
+    nested.setdefault(int(number), {})[rest] = value
+  changed = (replace(each, nested.get(index, {}), f"{prefix}{index}.") for index, each in enumerate(sections))
+  return type(sections)(changed)
+
+
+def _no_field(path: str, sections: Mapping[str, Any]) -> ConfigError:
+  """The error for a path that leads to `sections`, of which a field is to be named."""
+  kind = "a section" if path in sections else "a tuple of sections"
+  fields = ", ".join(f"{place}.{field}" for place, each in sections.items() for field in annotations(each))
+  return ConfigError(path, f"it is {kind}, not a field.", f"Set one of its fields: {fields}.")
+
+
 def filled(section: Any) -> Any:
   """`section` with every section in it that may be None, and is, at its defaults: all paths that can be set."""
+  if is_numbered(section):
+    return type(section)(map(filled, section))
   known = annotations(section)
   inner = {name: _inner(section, name, known) for name in known}
-  return dataclasses.replace(section, **{name: filled(value) for name, value in inner.items() if is_section(value)})
+  changes = {name: filled(value) for name, value in inner.items() if sections_at(name, value)}
+  return dataclasses.replace(section, **changes)
 
 
 def _inner(section: Any, name: str, known: Mapping[str, Any]) -> Any:
@@ -166,11 +206,19 @@ def _place(class_: type) -> dict[str, str]:
 def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
   """The (path, old, new) of all fields in which two `to_json` results differ; MISSING where one has no such field.
 
-  Where a class was found makes no difference.
+  Where a class was found makes no difference. Lists of as many dataclasses are compared one by one.
   """
+  if _same_length(old, new):
+    old, new = (dict(enumerate(value)) for value in (old, new))
   if not isinstance(old, Mapping) or not isinstance(new, Mapping):
     same = old == new or str(old) == str(new) in NO_JSON  # "inf", and as older versions wrote it
     return [] if same else [(prefix.rstrip("."), old, new)]
   names = [name for name in dict.fromkeys([*old, *new]) if name not in (MODULE_KEY, FILE_KEY) or TYPE_KEY not in new]
   pairs = ((name, old.get(name, MISSING), new.get(name, MISSING)) for name in names)
   return [change for name, before, now in pairs for change in differences(before, now, f"{prefix}{name}.")]
+
+
+def _same_length(old: Any, new: Any) -> bool:
+  """Tells if both are lists of as many dataclasses, as `to_json` writes them."""
+  listed = isinstance(old, list) and isinstance(new, list) and len(old) == len(new) > 0
+  return listed and all(isinstance(item, Mapping) and TYPE_KEY in item for item in (*old, *new))

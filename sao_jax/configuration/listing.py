@@ -49,16 +49,16 @@ def _section(section: Any, prefix: str, unchanged: dict[str, Any]) -> Iterator[s
   if prefix:
     purpose = (inspect.getdoc(type(section)) or "").partition("\n")[0]
     yield from ("", *textwrap.wrap(f"{prefix[:-1]}: {purpose}", WIDTH, subsequent_indent="  "))
-  nested = [name for name in annotations if config_tree.is_section(getattr(section, name))]
+  nested = {name: config_tree.sections_at(f"{prefix}{name}", getattr(section, name)) for name in annotations}
   for name in annotations:
-    if name in nested:
+    if nested[name]:
       continue
     path, value = f"{prefix}{name}", getattr(section, name)
     changed = unchanged.get(path, value) != value
     mark, was = ("*", f"was {unchanged[path]!r}") if changed else (" ", "")
     yield from _field(f"{mark} {path} = {value!r}", describe(annotations[name]), was, remarks.get(name, ""))
-  for name in nested:
-    yield from _section(getattr(section, name), f"{prefix}{name}.", unchanged)
+  for path, inner in (each for found in nested.values() for each in found.items()):
+    yield from _section(inner, f"{path}.", unchanged)
 
 
 def _field(assignment: str, kind: str, *remarks: str) -> Iterator[str]:

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from sao_jax.data.json_lines import open_file
 from sao_jax.data.parts import ends_of, locate, total
+from sao_jax.data.places import BUCKET, open_file
 from sao_jax.errors import ConfigError
 
 KEPT_BYTES = 2**28  # of row groups that stay decoded; one more than that stays alone
@@ -80,7 +80,7 @@ class ArrowRecords(Sequence[dict[str, Any]]):
     """
     pyarrow = _pyarrow()
     self.path = os.path.expanduser(path)
-    if self.path.startswith("gs://"):
+    if self.path.startswith(BUCKET):
       remedy = "Copy the folder to a disk, or save it as parquet."
       raise ConfigError("data", f"{self.path} lies in a bucket, where no file can be mapped into memory.", remedy)
     try:

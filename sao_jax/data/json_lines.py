@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO, Any
 
+from sao_jax.data.places import open_file
 from sao_jax.episode import BadPrompt
 from sao_jax.errors import ConfigError
 
@@ -59,15 +60,6 @@ class JSONLines(Sequence[dict[str, Any]]):
   def place(self, index: int) -> str:
     """Returns the file and the line of a record, for messages."""
     return f"{self.path}:{self._numbers[index]}"
-
-
-def open_file(path: str) -> IO[bytes]:
-  """Opens a file for reading, on a disk or in a bucket (gs://)."""
-  if not path.startswith("gs://"):
-    return open(os.path.expanduser(path), "rb")
-  from etils import epath
-
-  return epath.Path(path).open("rb")
 
 
 def _index(file: IO[bytes]) -> tuple[array.array, array.array]:

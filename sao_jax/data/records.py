@@ -19,6 +19,7 @@ from typing import Any
 from sao_jax.data.arrow_records import ArrowRecords, ParquetRecords
 from sao_jax.data.json_lines import JSONLines
 from sao_jax.data.parts import ends_of, locate, total
+from sao_jax.data.places import place_of
 from sao_jax.data.tfds_source import json_value
 from sao_jax.episode import BadPrompt, Prompt, PromptKey
 from sao_jax.errors import ConfigError
@@ -100,7 +101,7 @@ def _files(path: str, split: str) -> list[str]:
   Raises:
     ConfigError: there are none, or the split does not say which of them.
   """
-  place = _located(path)
+  place = place_of(path)
   if not place.is_dir():
     if not path.endswith((*JSON_LINES, *PARQUET)):
       kinds = ", ".join((*JSON_LINES, *PARQUET))
@@ -148,12 +149,3 @@ def _published(folder: pathlib.Path, split: str) -> list[str]:
   if len({file.suffix in PARQUET for file in chosen}) > 1:
     raise ConfigError("data", f"{folder} has JSON lines and parquet files, perhaps of the same records.", remedy)
   return [os.fspath(file) for file in chosen]
-
-
-def _located(path: str) -> Any:
-  """A path on a disk, or the address of one in a bucket (gs://)."""
-  if not path.startswith("gs://"):
-    return pathlib.Path(os.path.expanduser(path))
-  from etils import epath
-
-  return epath.Path(path)

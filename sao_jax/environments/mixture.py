@@ -51,10 +51,10 @@ class Mixture:
     for index, part in enumerate(self.parts):
       if not isinstance(part.weight, int) or part.weight < 0:
         remedy = "Use whole numbers, as in 3 to 1."
-        raise ConfigError(f"environment.parts[{index}].weight", f"{part.weight!r} is no weight.", remedy)
+        raise ConfigError(f"environment.parts.{index}.weight", f"{part.weight!r} is no weight.", remedy)
       if not 0.0 < part.reward_scale < math.inf:
         remedy = "Use a number above 0."
-        raise ConfigError(f"environment.parts[{index}].reward_scale", f"{part.reward_scale!r} is no scale.", remedy)
+        raise ConfigError(f"environment.parts.{index}.reward_scale", f"{part.reward_scale!r} is no scale.", remedy)
 
     # The order repeats after the sum of the weights, of which a table is kept.
     total = sum(part.weight for part in self.parts)

@@ -60,7 +60,7 @@ def with_folder_shape(config: RunConfig, explicit: Collection[str] = ()) -> RunC
 def _with_tokenizer(environment: Any, checkpoint: str, base: HFFolder | None, path: str = "environment") -> Any:
   """Puts the folder in place of MODEL_CHECKPOINT in the environment's settings, inside wrappers and mixtures too."""
   if isinstance(environment, tuple):  # the parts of a mixture
-    return tuple(_with_tokenizer(each, checkpoint, base, f"{path}[{index}]") for index, each in enumerate(environment))
+    return tuple(_with_tokenizer(each, checkpoint, base, f"{path}.{index}") for index, each in enumerate(environment))
   if not config_tree.is_section(environment):
     return environment
   changes = {}

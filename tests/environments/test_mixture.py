@@ -155,9 +155,9 @@ class OtherTask(Task):
   "parts, found",
   [
     ((Part(Task("a")), Part(Task("a"))), r"several environments with the name \['a'\]"),
-    ((Part(Task("a"), weight=-1),), r"parts\[0\].weight"),
-    ((Part(Task("a"), weight=0.5),), r"parts\[0\].weight"),
-    ((Part(Task("a")), Part(Task("b"), reward_scale=0.0)), r"parts\[1\].reward_scale"),
+    ((Part(Task("a"), weight=-1),), "parts.0.weight"),
+    ((Part(Task("a"), weight=0.5),), "parts.0.weight"),
+    ((Part(Task("a")), Part(Task("b"), reward_scale=0.0)), "parts.1.reward_scale"),
     ((Part(Task("a"), weight=0),), "add up to 0"),
     ((), "add up to 0"),
     ((Part(Task("a")), Part(OtherTask("b"))), "'a' and 'b' have different tokenizers"),
@@ -179,5 +179,5 @@ def test_it_is_configuration_like_any_other_environment(tmp_path):
 
   # The tokenizer of the model's folder is wanted in a part, and there is no folder.
   chat = Mixture((Part(QuestionAnswer("x.jsonl", tokenizer_folder=MODEL_CHECKPOINT)),))
-  with pytest.raises(ConfigError, match=r"environment.parts\[0\].environment.tokenizer_folder"):
+  with pytest.raises(ConfigError, match="environment.parts.0.environment.tokenizer_folder"):
     with_folder_shape(dataclasses.replace(config, environment=chat))

@@ -16,18 +16,20 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from sao_jax.chat.byte_chat import BYTE_MARKUP, ByteTemplate
 from sao_jax.chat.hf_tokenizer import HFTokenizer
-from sao_jax.chat.quotes import Quotes
+from sao_jax.chat.quotes import TURN_MARKUP, Quotes
 from sao_jax.chat.segments import Segment, SegmentRecorder
 from sao_jax.chat.template import ChatTemplate, Message
 from sao_jax.chat.tool_calls import END_THINK, THINK
+from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.errors import ConfigError
 
 Tools = Documents = Sequence[Mapping[str, Any]] | None
 
 
 class ChatRenderer:
-  """A folder's tokenizer and chat template. It has no state of a conversation; safe to share by threads.
+  """A tokenizer and its chat template: those of a folder, or the built-in ones. Safe to share by threads.
 
   >>> renderer = ChatRenderer(HFTokenizer(folder))  # a folder with tokenizer.json and a chat template
   >>> ids = renderer.prompt_ids([{"role": "user", "content": "What does <|im_end|> mean?"}])
@@ -39,24 +41,28 @@ class ChatRenderer:
   1
 
   Attributes:
-    tokenizer: the folder's tokenizer.
+    tokenizer: the tokenizer, a folder's or the built-in one.
     stop_ids: tokens that end a turn: the tokenizer's, and those that the template itself writes behind a turn.
     turn_end_id: token that ends a turn when a user's message follows.
   """
 
-  def __init__(self, tokenizer: HFTokenizer, *, options: Mapping[str, Any] | None = None):
-    """Compiles the folder's template and finds out how it ends a turn.
+  def __init__(self, tokenizer: HFTokenizer | ByteTokenizer, *, options: Mapping[str, Any] | None = None):
+    """Compiles the template and finds out how it ends a turn.
 
     Args:
-      tokenizer: the tokenizer; its folder has a chat template.
-      options: variables for the template, such as {"enable_thinking": False}.
+      tokenizer: the tokenizer. The folder of a `HFTokenizer` has a chat template; a `ByteTokenizer` has `ByteTemplate`.
+      options: variables for a folder's template, such as {"enable_thinking": False}.
 
     Raises:
       ConfigError: when there is no usable template, or it does not show what an assistant said.
     """
     self.tokenizer = tokenizer
-    self.template = ChatTemplate(tokenizer.folder, {**tokenizer.token_names, **(options or {})})
-    self.quotes = Quotes(tokenizer.control_names)
+    if isinstance(tokenizer, ByteTokenizer):
+      self.template, markup = ByteTemplate(options), BYTE_MARKUP
+    else:
+      self.template = ChatTemplate(tokenizer.folder, {**tokenizer.token_names, **(options or {})})
+      markup = TURN_MARKUP
+    self.quotes = Quotes(tokenizer.control_names, markup)
     ends = [self._turn_end(role) for role in ("user", "tool")]
     self.turn_end_id = tokenizer.eos_id if ends[0] is None else ends[0]
     self.stop_ids = tuple(dict.fromkeys([*tokenizer.stop_ids, *(end for end in ends if end is not None)]))

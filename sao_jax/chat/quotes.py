@@ -22,13 +22,14 @@ class Quotes:
   stripping and splitting, and no message can contain it.
   """
 
-  def __init__(self, control_names: Sequence[str]):
+  def __init__(self, control_names: Sequence[str], turn_markup: frozenset[str] = TURN_MARKUP):
+    """Makes stand-ins for `control_names`; assistants may write those in `turn_markup`, and mean the tokens."""
     nonce = secrets.token_hex(12)
     self._nonce = nonce
     self._names = {f"{nonce}x{number}x": name for number, name in enumerate(control_names)}
     self._stand_ins = {name: stand_in for stand_in, name in self._names.items()}
     self._hidden = _any_of(control_names)
-    self._hidden_in_turns = _any_of([name for name in control_names if name not in TURN_MARKUP])
+    self._hidden_in_turns = _any_of([name for name in control_names if name not in turn_markup])
     self._shown = re.compile(f"{nonce}x[0-9]+x")
     self.turn = f"{nonce}turn"  # the stand-in for the whole text of a turn
 

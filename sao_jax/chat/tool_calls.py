@@ -1,4 +1,4 @@
-"""Tool calls in the text of an assistant: pure functions from text to calls, one for each published format.
+"""Tool calls in the text of an assistant: pure functions from text to calls, one for each format.
 
 Qwen and Hermes:  <tool_call>
                   {"name": "search", "arguments": {"query": "jax"}}
@@ -7,6 +7,11 @@ GLM:              <tool_call>search
                   <arg_key>query</arg_key>
                   <arg_value>jax</arg_value>
                   </tool_call>
+Built-in tokens:  <|tool_call|>search jax
+                  <|tool_call|>book {"seats": 2, "row": "F"}
+
+The last is for the tiny models of the byte tokenizer: a call ends with the turn, or where the next one begins, and the
+argument of a tool that takes one string stands bare.
 
 No text raises: a call that cannot be read becomes a `ParseError`, whose `observation` tells the policy so. Calls inside
 thinking do not count.
@@ -17,10 +22,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 THINK, END_THINK, CALL, END_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
+BYTE_CALL = "<|tool_call|>"  # a token of `ByteTokenizer`
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 SHOWN = 200  # characters of a broken call that its observation repeats
 
@@ -88,24 +95,48 @@ def parse_glm(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
   return _parse(text, lambda text, start: _read_glm(text, start, tools))
 
 
+def parse_byte(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+  """Reads calls in the format of the built-in tokenizer: a name, a blank, and an argument or a JSON object of them.
+
+  Args:
+    text: the assistant's turn.
+    tools: JSON schemas of the tools; without its schema a tool takes a JSON object.
+  """
+  return _parse(text, lambda text, start: _read_byte(text, start, tools), BYTE_CALL, BYTE_CALL)
+
+
+def bare_parameter(name: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
+  """Finds the one parameter of a tool that takes nothing but a string; None for other tools, and for unknown ones."""
+  properties = tool_parameters(name, tools).get("properties") or {}
+  if len(properties) != 1:
+    return None
+  ((parameter, described),) = properties.items()
+  return parameter if isinstance(described, Mapping) and described.get("type") == "string" else None
+
+
 class _Broken(Exception):
   """The problem with a call that cannot be read."""
 
 
-def _parse(text: str, read: Callable[[str, int], tuple[ToolCall, int]]) -> ParsedTurn:
+def _parse(
+  text: str, read: Callable[[str, int], tuple[ToolCall, int]], call_mark: str = CALL, end_mark: str = END_CALL
+) -> ParsedTurn:
   """Splits a turn into thinking, text and calls.
 
   Args:
     text: the assistant's turn.
-    read: reads one call: (text, place behind <tool_call>) -> (call, place behind </tool_call>); raises _Broken.
+    read: reads one call: (text, place behind its first mark) -> (call, place behind its last mark); raises _Broken.
+    call_mark: begins a call.
+    end_mark: ends a call; where it is the mark that begins one, that is left for the next call.
   """
+  closing = "" if end_mark == call_mark else end_mark
   thinking: list[str] = []
   items: list[str | ToolCall | ParseError] = []
   place, think, call = 0, -1, -1
   while place < len(text):
     # Text up to the next mark. A mark is looked for only once the last one found has been passed.
     think = think if think >= place else _find(text, THINK, place)
-    call = call if call >= place else _find(text, CALL, place)
+    call = call if call >= place else _find(text, call_mark, place)
     mark = min(think, call)
     if text[place:mark].strip():
       items.append(text[place:mark])
@@ -120,9 +151,10 @@ def _parse(text: str, read: Callable[[str, int], tuple[ToolCall, int]]) -> Parse
 
     # Behind a broken call, go on at its end or at the next call, whichever comes first.
     try:
-      item, place = read(text, call + len(CALL))
+      item, place = read(text, call + len(call_mark))
     except _Broken as broken:
-      place = min(_find(text, END_CALL, call) + len(END_CALL), _find(text, CALL, call + len(CALL)))
+      behind = call + len(call_mark)
+      place = min(_find(text, end_mark, behind) + len(closing), _find(text, call_mark, behind))
       item = ParseError(str(broken), text[call:place])
     items.append(item)
   return ParsedTurn("\n".join(thinking), tuple(items))
@@ -156,7 +188,7 @@ def _read_glm(text: str, start: int, tools: Sequence[Mapping[str, Any]]) -> tupl
   name = text[start:place].strip()
   if not name or "\n" in name or "<" in name:
     raise _Broken("the name of the tool must stand on one line behind <tool_call>")
-  schema = _properties(name, tools)
+  schema = tool_parameters(name, tools).get("properties") or {}
   arguments: dict[str, Any] = {}
   while text.startswith(KEY, place):
     key, place = _between(text, place, KEY, END_KEY)
@@ -166,6 +198,26 @@ def _read_glm(text: str, start: int, tools: Sequence[Mapping[str, Any]]) -> tupl
     arguments[key] = _glm_value(key, value, schema)
     place = _skip_blanks(text, place)
   return ToolCall(name, arguments), _expect(text, place, END_CALL, "behind the arguments")
+
+
+def _read_byte(text: str, start: int, tools: Sequence[Mapping[str, Any]]) -> tuple[ToolCall, int]:
+  end = _find(text, BYTE_CALL, start)
+  name, blank, rest = re.fullmatch(r"([\w.-]*)(\s?)(.*)", text[start:end], re.DOTALL).groups()
+  if not name or (rest and not blank):
+    raise _Broken(f"the name of the tool must stand behind {BYTE_CALL}, and a blank behind the name")
+  parameter = bare_parameter(name, tools)
+  if parameter is not None:
+    return ToolCall(name, {parameter: rest}), end
+
+  # Other tools take an object; none is an empty one.
+  try:
+    arguments, behind = _decode(rest.strip() or "{}", 0)
+    whole = behind == len(rest.strip() or "{}")
+  except ValueError as error:
+    raise _Broken(f"its arguments are no valid JSON ({error})") from error
+  if not whole or not isinstance(arguments, dict):
+    raise _Broken("its arguments must be one JSON object")
+  return ToolCall(name, arguments), end
 
 
 def _glm_value(key: str, value: str, schema: Mapping[str, Any]) -> Any:
@@ -183,14 +235,14 @@ def _glm_value(key: str, value: str, schema: Mapping[str, Any]) -> Any:
   except ValueError:
     is_json = False
 
-  if is_json and (not allowed or any(_has_type(decoded, name) for name in allowed)):
+  if is_json and (not allowed or any(has_type(decoded, name) for name in allowed)):
     return decoded
   if not allowed or "string" in allowed:
     return value
   raise _Broken(f"the value of {key!r} must be JSON of type {' or '.join(allowed)}")
 
 
-def _has_type(value: Any, name: str) -> bool:
+def has_type(value: Any, name: str) -> bool:
   """Tells if a JSON value is of the type that a JSON schema calls `name`."""
   if isinstance(value, bool):
     return name == "boolean"
@@ -198,12 +250,12 @@ def _has_type(value: Any, name: str) -> bool:
   return name in types and isinstance(value, types[name])
 
 
-def _properties(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-  """Finds the schemas of a tool's arguments, {} where there are none."""
+def tool_parameters(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+  """Finds the JSON schema of a tool's arguments, {} where there is none."""
   for tool in tools:
     function = tool.get("function", tool)
     if function.get("name") == name:
-      return (function.get("parameters") or {}).get("properties") or {}
+      return function.get("parameters") or {}
   return {}
 
 

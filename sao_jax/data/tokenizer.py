@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -49,16 +49,24 @@ class ByteTokenizer:
   pad_id, bos_id, eos_id, user_id, assistant_id, tool_call_id, observation_id, answer_id, end_id = range(
     NUM_BYTES, NUM_BYTES + len(NAMED)
   )
+  # What chats need to know of a tokenizer, as `HFTokenizer` tells it.
+  control_ids, control_names = frozenset(range(NUM_BYTES, NUM_BYTES + NUM_SPECIALS)), SPECIALS
+  stop_ids, adds_bos = (end_id,), True
 
   def encode(self, text: str) -> Int[np.ndarray, "n"]:
     """Encodes any text as its UTF-8 bytes, int32; the characters `<|end|>` stay seven bytes."""
     return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
 
-  def encode_with_specials(self, template: str) -> Int[np.ndarray, "n"]:
-    """Encodes *trusted* text, in which the names of special tokens stand for the tokens."""
+  def encode_with_specials(self, template: str, restore: Callable[[str], str] = str) -> Int[np.ndarray, "n"]:
+    """Encodes *trusted* text, in which the names of special tokens stand for the tokens.
+
+    Args:
+      template: the text.
+      restore: function applied to the text between special tokens before it is encoded; its result is plain text.
+    """
     pieces = [
-      np.array([NUM_BYTES + SPECIALS.index(piece)], dtype=np.int32) if piece in SPECIALS else self.encode(piece)
-      for piece in SPECIAL_PATTERN.split(template)
+      np.array([NUM_BYTES + SPECIALS.index(text)], dtype=np.int32) if text in SPECIALS else self.encode(restore(text))
+      for text in SPECIAL_PATTERN.split(template)
     ]
     return np.concatenate(pieces)
 

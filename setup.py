@@ -9,6 +9,7 @@ EXTRAS = {
   "hf": ["transformers>=5.24,<6", "tokenizers>=0.22,<1", "safetensors>=0.5,<1", "jinja2>=3.1.6,<4"],
   "parity": ["torch==2.13.0", "transformers==5.24.0"],  # what the parity tests compare with, to the digit
   "envs": ["reasoning-gym>=0.1.23,<0.2", "math-verify>=0.8,<1"],
+  "judge": ["openai>=2.30,<3"],  # a model as judge, sao_jax/rewards/llm_judge.py
   "data": ["pyarrow>=18,<27"],  # parquet files, and folders that `datasets` saves
   "report": ["matplotlib>=3.9,<4", "tensorboardX>=2.6.2,<3", "jinja2>=3.1,<4"],
   "gcs": ["gcsfs>=2026.1"],  # runs in a bucket, gs://

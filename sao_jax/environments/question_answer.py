@@ -37,12 +37,11 @@ from sao_jax.environments.answers import (
 )
 from sao_jax.environments.base import Demonstration, Environment, StepResult
 from sao_jax.environments.chat_environment import ChatEnvironment, Reply
+from sao_jax.environments.grading import Grading, check_scorer
 from sao_jax.episode import BadPrompt, Prompt, PromptKey
 from sao_jax.errors import ConfigError
+from sao_jax.rewards.answer_grader import AnswerGrader
 from sao_jax.rewards.answer_text import without_thinking
-from sao_jax.rewards.grader_pool import GraderPool
-from sao_jax.rewards.scalar import check_reward
-from sao_jax.rewards.scorers import GOLD_CHECKS, NamedScorer, find_scorer, right_answer, score_answer, score_or_check
 
 Question = str | list[Message]  # a text, or a conversation that ends with a user's message
 TFDS = "tfds:"  # before the name of a TensorFlow data set
@@ -62,14 +61,14 @@ class QuestionAnswer:
   tfds_folder: str = ""  # of prepared TensorFlow data sets; "": where that package keeps them
   system_prompt: str | None = None  # of a chat; None: asks for the tags, if answers stand in tags
   answer_in: Literal["tags", "reply"] = "tags"  # between <answer> and </answer>, or all that is said after thinking
-  scorer: str = "text"  # a name of sao_jax/rewards/scorers.py, or "module:function"
+  scorer: str | AnswerGrader = "text"  # a name of sao_jax/rewards/scorers.py, "module:function", or such as an LLMJudge
   tokenizer_folder: str = ""  # a Hugging Face folder, or MODEL_CHECKPOINT, for a chat; "": the byte tokenizer
   template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # such as enable_thinking
   grader_processes: int = 2
   grader_timeout: float = 10.0  # seconds for one score; a scorer that takes longer has not graded
 
   def __post_init__(self):
-    find_scorer(self.scorer, "environment.scorer")
+    check_scorer(self.scorer)
     if self.answer_in not in ("tags", "reply"):
       raise ConfigError("environment.answer_in", f"{self.answer_in!r} is no place.", 'Use "tags" or "reply".')
     if self.system_prompt and not self.tokenizer_folder:
@@ -81,9 +80,9 @@ class QuestionAnswer:
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   @functools.cached_property
-  def graders(self) -> GraderPool:
-    """The processes that score the answers."""
-    return GraderPool(NamedScorer(self.scorer), processes=self.grader_processes, timeout=self.grader_timeout)
+  def grading(self) -> Grading:
+    """Scores the answers."""
+    return Grading(self.name, self.scorer, processes=self.grader_processes, timeout=self.grader_timeout)
 
   @functools.cached_property
   def _renderer(self) -> ChatRenderer:
@@ -108,6 +107,8 @@ class QuestionAnswer:
     return ChatEpisode(self, self._renderer) if self.tokenizer_folder else ByteEpisode(self, tokenizer)
 
   def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
+    if not isinstance(self.scorer, str):
+      self.scorer.check()
     return self._splits[check_split(split)]
 
   def messages(self, question: Question) -> list[Message]:
@@ -116,37 +117,10 @@ class QuestionAnswer:
     asked = [{"role": "user", "content": question}] if isinstance(question, str) else read_messages(question)
     return with_instruction(asked, wanted or "")
 
-  async def check(self, prompt: Prompt) -> None:
-    """Looks at the right answer before anybody is asked, in a worker process: to read it may take long.
-
-    Raises:
-      BadPrompt: the scorer could not compare anything with it.
-    """
-    gold = prompt.data["answer"]
-    if self.scorer in GOLD_CHECKS and not await self.graders.grade(self.name, None, gold):
-      raise self._unreadable(prompt)
-
-  def _unreadable(self, prompt: Prompt) -> BadPrompt:
-    gold, key = prompt.data["answer"], prompt.key
-    problem = (
-      f"Record {key.id} of {key.environment} has the right answer {gold!r:.80}, which {self.scorer!r} cannot read"
-    )
-    remedy = "Correct it in the data, name its field, or use another scorer"
-    return BadPrompt("environment.answer", problem, remedy, reason="answer_unreadable")
-
-  async def grade(self, answer: str | None, gold: Any) -> float:
-    """Scores an answer in a worker process; no answer earns 0."""
-    return 0.0 if answer is None else await self.graders.grade(self.name, answer, gold)
-
   def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
     """Says the right answer at once."""
-    question, gold = prompt.data["question"], prompt.data["answer"]
-    scorer, check = find_scorer(self.scorer), GOLD_CHECKS.get(self.scorer)
-    answer = right_answer(self.scorer, gold, "environment.scorer")
-    if not score_or_check(scorer, check, None, gold):
-      raise self._unreadable(prompt)
-    reward = check_reward(score_answer(scorer, answer, gold), self.name)
-    tags = self.answer_in == "tags"
+    answer, reward = self.grading.demonstrate(prompt)
+    question, tags = prompt.data["question"], self.answer_in == "tags"
     if self.tokenizer_folder:
       said = f"<answer>{answer}</answer>" if tags else answer
       return chat_episode(self._renderer, self.messages(question), said, reward)
@@ -219,14 +193,14 @@ class ByteEpisode(Environment):
     self._settings, self._tokenizer = settings, tokenizer
 
   async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
-    await self._settings.check(prompt)
-    self._gold = prompt.data["answer"]
+    await self._settings.grading.check(prompt)
+    self._prompt = prompt
     return encode_question(self._tokenizer, text_of(prompt.data["question"]))
 
   async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
     answer = byte_answer(self._tokenizer, action_ids, marked=self._settings.answer_in == "tags")
-    reward = await self._settings.grade(answer, self._gold)
-    return StepResult(np.zeros(0, dtype=np.int32), True, reward, {"answered": float(answer is not None)})
+    reward, facts = await self._settings.grading.grade(answer, self._prompt)
+    return StepResult(np.zeros(0, dtype=np.int32), True, reward, {"answered": float(answer is not None), **facts})
 
 
 class ChatEpisode(ChatEnvironment):
@@ -237,11 +211,11 @@ class ChatEpisode(ChatEnvironment):
     self._settings = settings
 
   async def open(self, prompt: Prompt) -> Sequence[Message]:
-    await self._settings.check(prompt)
-    self._gold = prompt.data["answer"]
+    await self._settings.grading.check(prompt)
+    self._prompt = prompt
     return self._settings.messages(prompt.data["question"])
 
   async def respond(self, said: str) -> Reply:
     answer = read_answer(said) if self._settings.answer_in == "tags" else without_thinking(said)
-    reward = await self._settings.grade(answer, self._gold)
-    return Reply(done=True, reward=reward, info={"answered": float(answer is not None)})
+    reward, facts = await self._settings.grading.grade(answer, self._prompt)
+    return Reply(done=True, reward=reward, info={"answered": float(answer is not None), **facts})

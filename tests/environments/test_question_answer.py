@@ -41,7 +41,7 @@ def sums(tmp_path_factory):
 def settings(sums):
   settings = QuestionAnswer(sums, name="sums", scorer="integer", grader_processes=1)
   yield settings
-  settings.graders.close()
+  settings.grading.pool.close()
 
 
 def play(settings, prompt, action):
@@ -71,7 +71,7 @@ def test_a_right_answer_of_a_users_scorer_that_cannot_take_it_is_a_failure_of_th
     with pytest.raises(GraderFailure, match="no integer"):
       play(settings, Prompt(PromptKey("sums", 0, 0), {"question": "3+1", "answer": "four"}), "<|answer|>4<|end|>")
   finally:
-    settings.graders.close()
+    settings.grading.pool.close()
 
 
 def test_a_tenth_is_held_out_by_the_hash_of_the_questions_whatever_the_seed(settings):
@@ -138,7 +138,7 @@ def test_a_chat(sums, tmp_path, answer_in, system_prompt, shown, said, reward):
   demonstration = chat.demonstration(prompt, chat.tokenizer(), np.random.default_rng(0))
   assert chat.tokenizer().decode(demonstration.token_ids).startswith(text)
   assert demonstration.reward == 1.0
-  chat.graders.close()
+  chat.grading.pool.close()
 
 
 def test_the_expert_gives_the_right_answer(settings):
@@ -200,7 +200,7 @@ def test_a_right_answer_that_cannot_be_read_is_a_bad_prompt_before_anything_is_s
     )
     assert result.reward == 1.0
   finally:
-    settings.graders.close()
+    settings.grading.pool.close()
 
 
 def test_a_right_answer_is_looked_at_before_a_token_is_sampled_whatever_the_scorer(settings):

@@ -1,6 +1,6 @@
-"""Measures the held-out success of the newest policy in a workdir, with its confidence interval.
+"""Measures the held-out success of a policy in a workdir, the newest by default, with its confidence interval.
 
-python -m launch.evaluate --workdir=runs/calculator [--phase=sft]
+python -m launch.evaluate --workdir=runs/calculator [--phase=sft] [--step=300]
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from sao_jax.training import phases
 _PHASE = flags.DEFINE_enum(
   "phase", "", ["", "base", "sft", "train"], "Whose policy; base: model.checkpoint. By default the newest."
 )
+_STEP = flags.DEFINE_string("step", "", "Step of a checkpoint that was kept, or best. By default the newest.")
 
 
 def main(config: RunConfig, workdir: str) -> None:
-  """Logs the result and writes it to `workdir/evaluation_<phase>.json`."""
+  """Logs the result and writes it to `workdir/evaluation_<phase>.json`, behind the phase with --step."""
   learner = setup.make_learner(config)
   processes = all_processes()
   with interrupt.Interrupt() as own_stop:
     stop = shared_stop(own_stop, processes)
-    policy = phases.latest_policy(config, learner, located(workdir), _PHASE.value)
+    policy = phases.latest_policy(config, learner, located(workdir), _PHASE.value, _STEP.value)
     version, phase = policy.version, policy.phase
     weights = sampler_side.make_publisher(learner)(policy.params)
     share = heldout.evaluate(config, weights, version, stop, share=learner.share)
@@ -40,7 +41,7 @@ def main(config: RunConfig, workdir: str) -> None:
 
   logging.info("%s, version %d: held-out success %s", phase, version, result)
   record = {"phase": phase, "policy_version": version} | _origin(config, policy.checkpoint) | result.metrics()
-  path = located(workdir) / f"evaluation_{phase}.json"
+  path = located(workdir) / f"evaluation_{phase}{f'_{policy.step}' if _STEP.value else ''}.json"
   if processes.is_writer:
     path.write_text(json.dumps(metrics.to_json(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -297,7 +297,8 @@ class TrainingConfig:
   steps: NonNegativeInt = 1000  # policy updates
   seed: Seed = 0
   checkpoint_every: PositiveInt = 100  # train steps
-  keep_checkpoints: PositiveInt = 2
+  keep_checkpoints: PositiveInt = 2  # the newest ones
+  keep_best: NonNegativeInt = 0  # those of greatest held-out success, too; each version that is evaluated is then saved
   log_every: PositiveInt = 1
   lock_seconds: NonNegativeFloat = 60.0  # wait for another run in the same workdir, which may still be saving
   audit: bool = True  # compare sampler and learner log-probs before the first step

@@ -22,6 +22,7 @@ from absl import logging
 from sao_jax.checkpoints.elsewhere import ElsewhereHandler, ElsewhereRestore, ElsewhereSave
 from sao_jax.checkpoints.host_state import Archives, HostStateHandler, HostStateRestore, HostStateSave, encode
 from sao_jax.checkpoints.readable import StateHandler, StateRestore, StateSave, check_readable_items
+from sao_jax.checkpoints.retention import Best, retention
 from sao_jax.checkpoints.state_tree import NETWORKS, REST, check_same_leaves, flatten, nest, places, split
 from sao_jax.configuration.paths import check_readable, check_storable, expand, move
 from sao_jax.errors import ConfigError, RunError
@@ -87,6 +88,7 @@ class Checkpointer:
     before: Callable[[], None] = lambda: None,
     own: DataShare | None = None,
     elsewhere: bool = False,
+    best: Best | None = None,
   ):
     """Opens `directory`, which is made if need be.
 
@@ -100,8 +102,9 @@ class Checkpointer:
       elsewhere: True in a process that holds no part of the arrays: states are `jax.ShapeDtypeStruct`s there.
       before: called before a checkpoint is written, to store what must be there once it is complete; its error is that
         of the save.
+      best: checkpoints that stay although newer ones have come.
     """
-    self._directory = expand(directory)
+    self._directory, self._best = expand(directory), best
     self._keep, self._every, self._share, self._before = keep, every, share, before
     self._processes = all_processes()
     self._own_share = own or DataShare(self._processes.index, self._processes.count)
@@ -114,7 +117,7 @@ class Checkpointer:
     self._manager = self._open()
 
   def _open(self) -> ocp.CheckpointManager:
-    return _manager(self._directory, keep=self._keep, elsewhere=self._elsewhere)
+    return _manager(self._directory, retention(self._keep, self._best), elsewhere=self._elsewhere)
 
   def latest_step(self) -> int | None:
     """Returns the step of the newest complete checkpoint; None without one."""
@@ -461,9 +464,9 @@ def _is_elsewhere(abstract: PyTree | None) -> bool:
 
 
 def _manager(
-  directory: pathlib.Path, *, keep: int | None = None, create: bool = True, elsewhere: bool = False
+  directory: pathlib.Path, kept: Any = None, *, create: bool = True, elsewhere: bool = False
 ) -> ocp.CheckpointManager:
-  options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=create)
+  options = ocp.CheckpointManagerOptions(preservation_policy=kept, create=create)
   handler = ElsewhereHandler if elsewhere else StateHandler
   handlers = {name: handler() for name in (*NETWORKS, REST)}
   return ocp.CheckpointManager(directory, options=options, item_handlers=handlers | {_HOST: HostStateHandler()})

@@ -50,6 +50,7 @@ def broken_relations(config: RunConfig, *, training: bool) -> Iterator[ConfigErr
   yield from _value_head(config.algorithm)
   yield from _advantage(config)
   if training:
+    yield from _kept(config)
     yield from _ratios(config.sampler)
     yield from _sampler_groups(config)
   yield from _lengths(config)
@@ -421,6 +422,12 @@ def _local_devices() -> int:
 
 
 # Training
+
+
+def _kept(config: RunConfig) -> Iterator[ConfigError]:
+  if config.training.keep_best and not config.evaluation.every:
+    problem = "no version is evaluated, so none is the best."
+    yield ConfigError("training.keep_best", problem, "Set evaluation.every, or keep_best to 0.")
 
 
 def _durations(config: RunConfig) -> Iterator[ConfigError]:

@@ -120,6 +120,13 @@ def evaluated_versions(workdir: str | os.PathLike, phase: str) -> set[int]:
   return {line["policy_version"] for line in lines if "heldout_success" in line}
 
 
+def measured_success(workdir: str | os.PathLike, phase: str) -> dict[int, float]:
+  """Collects the held-out success of each step that was evaluated; NaN where nothing could be graded."""
+  lines = metric_lines(workdir, phase, having='"heldout_success"')
+  found = {line["step"]: line["heldout_success"] for line in lines if "heldout_success" in line}
+  return {step: math.nan if success is None else success for step, success in found.items()}
+
+
 def to_json(value: Any) -> Any:
   """Converts a scalar, array, string or sequence to plain JSON; NaN and infinities become None."""
   if isinstance(value, str) or value is None:

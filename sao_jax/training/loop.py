@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from absl import logging
 
 from sao_jax.announce import announced
 from sao_jax.checkpoints.checkpointer import Checkpointer
+from sao_jax.checkpoints.retention import Best, kept_steps
 from sao_jax.config import RunConfig
 from sao_jax.configuration.paths import check_storable, expand
 from sao_jax.configuration.relations import validate
@@ -31,7 +33,7 @@ from sao_jax.learner.sampler_side import make_publisher, make_service
 from sao_jax.learner.setup import Learner, make_learner, rows_multiple
 from sao_jax.parallel.agreement import shared_stop
 from sao_jax.report.episode_samples import EpisodeSamples
-from sao_jax.report.metrics import evaluated_versions
+from sao_jax.report.metrics import evaluated_versions, measured_success
 from sao_jax.report.run_log import RunLog
 from sao_jax.sampler.follower import FollowingService
 from sao_jax.sampler.service import SamplerService
@@ -133,6 +135,7 @@ def run_phase(
 
   # Ctrl-C ends the phase after the step in progress, and saves it; a second one ends the program at once.
   settings = config.training
+  best = Best(settings.keep_best, {}) if settings.keep_best else None
   with (
     open_run(recorded or config, workdir) as folder,
     Checkpointer(
@@ -143,6 +146,7 @@ def run_phase(
       before=folder.store,
       own=learner.share,
       elsewhere=not learner.learns,
+      best=best,
     ) as checkpointer,
     Interrupt(saves=False) as interrupt,
   ):
@@ -151,10 +155,12 @@ def run_phase(
     if phase.policy_steps:
       learner = phases.settle_objective(learner, critic_pretrained=start.critic_pretrained)
     folder.record()
+    if best is not None:
+      best.success.update(_known_success(learner, workdir, folder.files, phase, start))
     if _is_finished(learner, folder.files, phase, start):
       logging.info("%s: all steps are done (%d), there is nothing left to do.", phase.name, start.step)
       return Result(start.state, start.step, interrupted=False, evaluation=None)
-    result = _run(config, learner, folder.files, phase, start, checkpointer, interrupt)
+    result = _run(config, learner, folder.files, phase, start, checkpointer, interrupt, best)
     saved = checkpointer.latest_step()
 
   if result.interrupted:
@@ -170,8 +176,12 @@ def _run(
   start: Start,
   checkpointer: Checkpointer,
   interrupt: Interrupt,
+  best: Best | None,
 ) -> Result:
-  """Trains from `start` to the end of the phase; metrics and the like go to the folder `files`."""
+  """Trains from `start` to the end of the phase; metrics and the like go to the folder `files`.
+
+  `best` learns of every evaluation, before the next checkpoint decides which ones stay.
+  """
   # All processes stop together. Each that samples has rollouts, a sampler and a share of the prompts of its own.
   processes, stop = learner.processes, shared_stop(interrupt, learner.processes)
 
@@ -194,7 +204,7 @@ def _run(
       service=service,
       processes=processes,
       share=learner.share,
-      report=functools.partial(_report, log, samples),
+      report=functools.partial(_report, log, samples, best),
     ) as evaluation,
     Profile(files / "profile", config.training.profile_steps) as profile,
     frozen_heap(),
@@ -220,6 +230,7 @@ def _run(
       heldout_variance=critic.variances,
       processes=processes,
       turn=functools.partial(_turn_to_save, service),
+      also=lambda step: best is not None and phase.version(step) > 0 and evaluation.due(phase.version(step)),
     )
     saver.end_step(step, state)
     with rollouts, saver:
@@ -375,8 +386,21 @@ def _turn_to_save(service: SamplerService | FollowingService | None) -> contextl
   return _turn(None if service is None or service.error is not None else service, "save")
 
 
-def _report(log: RunLog, samples: EpisodeSamples, step: int, evaluation: Evaluation) -> None:
+def _known_success(
+  learner: Learner, workdir: pathlib.Path, files: pathlib.Path, phase: Phase, start: Start
+) -> dict[int, float]:
+  """Returns the held-out success of the checkpoints up to `start`, as the process that writes metrics reads it."""
+  kept = kept_steps(workdir / phase.name)
+  known = measured_success(files, phase.name) if learner.processes.is_writer else {}
+  before = [[step, known[step]] for step in kept if step in known and step <= start.step]
+  found = learner.processes.first("the success of checkpoints", before)
+  return {step: success for step, success in found if not math.isnan(success)}
+
+
+def _report(log: RunLog, samples: EpisodeSamples, best: Best | None, step: int, evaluation: Evaluation) -> None:
   """Writes down an evaluation that began after `step`, and keeps one of its episodes."""
+  if best is not None:
+    best.success[step] = evaluation.success.rate
   log.write(step, evaluation.metrics() | {"policy_version": evaluation.policy_version})
   log.note(success=evaluation.success.rate)
   for trajectory in evaluation.trajectories[:1]:

@@ -11,6 +11,7 @@ import numpy as np
 from absl import logging
 
 from sao_jax.checkpoints.checkpointer import Checkpointer, load_host_state, load_params
+from sao_jax.checkpoints.retention import best_steps, kept_steps
 from sao_jax.config import RunConfig
 from sao_jax.errors import ConfigError
 from sao_jax.huggingface.folder import is_hf_folder
@@ -18,6 +19,7 @@ from sao_jax.huggingface.load import import_policy
 from sao_jax.learner.lora_start import add_fresh_lora, check_lora_scale, fresh_critic
 from sao_jax.learner.restoring import restore_state
 from sao_jax.learner.setup import Learner, abstract_state, init_policy_params, make_state, sharded_specs
+from sao_jax.report.metrics import measured_success
 from sao_jax.training.origins import (
   Origin,
   critic_origin,
@@ -340,26 +342,36 @@ class LatestPolicy(NamedTuple):
   phase: str
   checkpoint: str
 
+  @property
+  def step(self) -> int | None:
+    """Step of the checkpoint; None for what model.checkpoint names."""
+    return None if self.phase == BASE else int(self.checkpoint.rpartition("/")[2])
 
-def latest_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: str = "") -> LatestPolicy:
-  """Loads the newest policy of a run, for evaluation and sampling.
+
+def latest_policy(
+  config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: str = "", step: str = ""
+) -> LatestPolicy:
+  """Loads the newest policy of a run, or another one that was kept, for evaluation and sampling.
 
   Args:
     config: the run's configuration.
     learner: its static half.
     workdir: the run's folder.
     phase: "train" or "sft"; "base" for what model.checkpoint names; by default the first of these that there is.
+    step: the step of a checkpoint, or "best" for the one of greatest held-out success; "" for the newest.
 
   Raises:
-    ConfigError: when there is no checkpoint.
+    ConfigError: when there is no checkpoint, or none of this step.
   """
+  if step:
+    return _kept_policy(learner, *find_kept(workdir, phase, step))
+
   # A checkpoint of the run itself, RL before SFT.
   for name in {"": (TRAIN, SFT), BASE: ()}.get(phase, (phase,)):
     step = latest_step(workdir / name)
     while step is not None:
       try:
-        version = load_host_state(workdir / name, step)["policy_version"] if name == TRAIN else 0
-        return LatestPolicy(_load_policy(learner, workdir / name, step), version, name, str(workdir / name / str(step)))
+        return _kept_policy(learner, workdir / name, step)
       except (OSError, ValueError, KeyError):
         # A run beside may have removed it meanwhile, and saved a newer one.
         failed, step = step, latest_step(workdir / name)
@@ -379,3 +391,36 @@ def latest_policy(config: RunConfig, learner: Learner, workdir: pathlib.Path, ph
     f"{workdir} holds no checkpoint of {phase or 'train or sft'}.",
     "Name the --workdir of a run, run launch.sft or launch.train first, or pass --config.model.checkpoint=FOLDER.",
   )
+
+
+def _kept_policy(learner: Learner, folder: pathlib.Path, step: int) -> LatestPolicy:
+  """Loads the policy of a checkpoint of a phase."""
+  version = load_host_state(folder, step)["policy_version"] if folder.name == TRAIN else 0
+  return LatestPolicy(_load_policy(learner, folder, step), version, folder.name, str(folder / str(step)))
+
+
+def find_kept(workdir: pathlib.Path, phase: str, step: str) -> tuple[pathlib.Path, int]:
+  """Finds a checkpoint of a run by its step; without a `phase` that of RL comes before that of imitation.
+
+  Args:
+    workdir: the run's folder.
+    phase: "train", "sft", or "" for any.
+    step: a number, or "best": the kept checkpoint of greatest held-out success, as the metrics have it.
+
+  Raises:
+    ConfigError: there is none; it names those that there are.
+  """
+  if phase == BASE:
+    raise ConfigError("--step", "model.checkpoint has no steps.", "Leave --step out, or name --phase=train.")
+  names = (phase,) if phase else (TRAIN, SFT)
+  kept = {name: kept_steps(workdir / name) for name in names}
+  for name, steps in kept.items():
+    known = measured_success(workdir, name) if step == "best" else {}
+    found = best_steps(steps, known) if step == "best" else [each for each in steps if str(each) == step]
+    if found:
+      return workdir / name, found[0]
+
+  there = ", ".join(f"{name} {each}" for name, steps in kept.items() for each in steps) or "none"
+  problem = "none of the checkpoints was evaluated" if step == "best" else f"there is no checkpoint of step {step!r}"
+  remedy = "Choose another; training.keep_checkpoints and training.keep_best say how many stay."
+  raise ConfigError("--step", f"{problem} in {workdir}; there are: {there}.", remedy)

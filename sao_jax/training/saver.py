@@ -43,6 +43,7 @@ class Saver:
     heldout_variance: Sequence[float] = (),
     processes: Processes = ALONE,
     turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    also: Callable[[int], bool] = lambda step: False,
   ):
     """Args:
     checkpointer: of the phase.
@@ -53,10 +54,11 @@ class Saver:
     heldout_variance: what was measured of the critic, a list that grows.
     processes: those that save together.
     turn: the place of a save among the programs of this process's sampler, see `Checkpointer.save`.
+    also: tells of further steps at which a checkpoint is due.
     """
     self._checkpointer, self._phase, self._rollouts, self._log = checkpointer, phase, rollouts, log
     self._start, self._heldout_variance, self._processes = start, heldout_variance, processes
-    self._turn = turn
+    self._turn, self._also = turn, also
     self._consistent: tuple[int, TrainState] | None = None
 
   def __enter__(self) -> Saver:
@@ -98,7 +100,7 @@ class Saver:
 
   def due(self, step: int) -> bool:
     """Tells if a checkpoint follows this step."""
-    return self._checkpointer.due(step)
+    return self._checkpointer.due(step) or self._also(step)
 
   def after(self, step: int) -> None:
     """Starts an asynchronous checkpoint if one is due.

@@ -96,6 +96,7 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
   "overrides, field, problem, remedy",
   [
     ({"environment.vocab_size": 300}, "model.vocab_size", "272 rows", "tokenizer's size"),
+    ({"training.keep_best": 1}, "training.keep_best", "no version is evaluated", "Set evaluation.every"),
     ({"model.num_heads": 3}, "model.num_heads", "3 heads", "multiple of model.num_kv_heads"),
     ({"model.head_dim": 15}, "model.head_dim", "15 is odd", "even model.head_dim"),
     ({"model.num_experts": 1}, "model.num_experts_per_token", "2 experts per token of 1", "raise model.num_experts"),

@@ -21,6 +21,7 @@ evaluate = program_module("evaluate")
 def test_an_evaluation_that_could_grade_nothing_writes_null_and_fails(tmp_path, monkeypatch, ungraded, says):
   nothing = Evaluation(success(0, 0), math.nan, math.nan, ungraded, policy_version=3, trajectories=[])
   monkeypatch.setattr(evaluate, "_PHASE", types.SimpleNamespace(value=""))
+  monkeypatch.setattr(evaluate, "_STEP", types.SimpleNamespace(value="3" if ungraded else ""))
   monkeypatch.setattr(evaluate.setup, "make_learner", lambda config: types.SimpleNamespace(share=WHOLE))
   monkeypatch.setattr(evaluate.sampler_side, "make_publisher", lambda learner: lambda params: params)
   monkeypatch.setattr(
@@ -33,7 +34,8 @@ def test_an_evaluation_that_could_grade_nothing_writes_null_and_fails(tmp_path, 
   def refuse(name):
     raise AssertionError(f"{name} is no JSON")
 
-  record = json.loads((tmp_path / "evaluation_train.json").read_text(), parse_constant=refuse)
+  path = tmp_path / ("evaluation_train_3.json" if ungraded else "evaluation_train.json")
+  record = json.loads(path.read_text(), parse_constant=refuse)
   assert record["checkpoint"] == "a/3"  # the one that was loaded, whatever a run beside has saved since
   assert record["heldout_success"] is None and record["heldout_reward"] is None
   assert record["heldout_trials"] == 0 and record["heldout_ungraded"] == ungraded

@@ -293,6 +293,7 @@ FIELDS = {
   ),
   "training.checkpoint_every": Field(19, at(LEARN, "Checkpointer[0].every") + at(RL, "EpisodeSamples.every")),
   "training.keep_checkpoints": Field(5, at(LEARN, "Checkpointer[0].keep")),
+  "training.keep_best": Field(3, at(RL, "Checkpointer[0].best", shows=lambda best: best.count)),
   "training.log_every": Field(3, at(LEARN, "RunLog.every")),
   "training.max_skipped_updates": Field(7, at(LEARN, "RunLog.max_skipped_updates")),
   "training.lock_seconds": Field(45.0, at(LEARN, "run_lock.patience")),

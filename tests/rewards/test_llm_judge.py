@@ -10,6 +10,8 @@ import pickle
 import pytest
 from toys import judge_server
 
+from sao_jax.config import RunConfig
+from sao_jax.configuration import config_tree
 from sao_jax.environments.question_answer import QuestionAnswer
 from sao_jax.episode import EnvironmentFailure, GraderFailure, InfrastructureFailure, Prompt, PromptKey
 from sao_jax.errors import ConfigError
@@ -231,3 +233,14 @@ def test_questions_are_graded_by_a_judge_where_a_scorer_is_named(server, tmp_pat
   assert '{"notes": "short"}' in shown and "\nSay it.\n" in shown
   with pytest.raises(ConfigError, match="no right answers to demonstrate"):
     settings.demonstration(prompt, settings.tokenizer(), None)
+
+
+def test_settings_of_a_judge_are_those_of_the_configuration(tmp_path):
+  settings = QuestionAnswer("x.jsonl", scorer=LLMJudge("http://127.0.0.1/v1", "m"))
+  config = RunConfig(environment=settings)
+  config_tree.check_types(config)
+  changed = config_tree.replace(config, {"environment.scorer.model": "n", "environment.scorer.retries": 1})
+  assert (changed.environment.scorer.model, changed.environment.scorer.retries) == ("n", 1)
+  assert config_tree.to_json(config)["environment"]["scorer"]["base_url"] == "http://127.0.0.1/v1"
+  with pytest.raises(ConfigError, match="environment.scorer"):
+    QuestionAnswer("x.jsonl", scorer=7)

@@ -14,7 +14,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sao_jax.episode import InfrastructureFailure
@@ -26,6 +26,7 @@ from sao_jax.sandbox.contract import (
   NAME,
   CommandResult,
   FileRefused,
+  ProcessEnd,
   SandboxLimits,
   check_path,
   check_timeout,
@@ -34,6 +35,7 @@ from sao_jax.sandbox.streams import OutputBudget, read_bounded, write_all
 from sao_jax.sandbox.syscall_filter import compile_filter
 
 CLOSED = "it has been closed"
+SILENT = "its supervisor did not answer"
 START_TIMEOUT = 60.0  # seconds
 GRACE = 10.0  # seconds for the supervisor to kill what it was told to
 MAX_ANSWER = 65536  # bytes
@@ -69,6 +71,7 @@ class LocalSandbox:
     self._errors: int | None = errors  # what bubblewrap and the supervisor say
     self._turn = asyncio.Lock()
     self._gone = ""  # why, once it is of no use any more
+    self._held: LocalProcess | None = None
     self.limits, self.calls = limits, 0
 
   @staticmethod
@@ -133,17 +136,26 @@ class LocalSandbox:
     environment: Mapping[str, str] | None = None,
   ) -> CommandResult:
     """Runs a command, see `Sandbox.run`; one that cannot be started has exit status 126 and says why."""
-    command = list(command)
     if not command:
       return CommandResult(supervisor.NOT_STARTED, b"", b"no command\n", False, "", 0, 0.0)
-    request = {
-      "kind": "run",
-      "what": command[0],
-      "command": command,
-      "cwd": check_path(cwd or "."),
-      "environment": ENVIRONMENT | dict(environment or {}),
-    }
+    request = _run_request(command, check_path(cwd or "."), environment)
     return await self._exchange(request, stdin, check_timeout(timeout), self.limits.output)
+
+  async def start_process(
+    self, command: Sequence[str], *, environment: Mapping[str, str] | None = None
+  ) -> LocalProcess:
+    """Starts a command that goes on, see `ProcessSandbox`; one that cannot be started ends with exit status 126."""
+    self._check_free()
+    await self._turn.acquire()
+    try:
+      pipes = self._send(_run_request(command, ".", environment))
+    except BaseException:
+      self._turn.release()
+      raise
+    answer = asyncio.ensure_future(self._answer())
+    answer.add_done_callback(lambda _: self._turn.release())
+    self._held = LocalProcess(pipes, answer, self._kill_command, self._kill)
+    return self._held
 
   async def write_file(self, path: str, data: bytes) -> None:
     """Writes a file and the folders above it, see `Sandbox.write_file`."""
@@ -163,6 +175,8 @@ class LocalSandbox:
     await asyncio.to_thread(self._process.wait)
     async with self._turn:  # a call that was under way has seen the end of the socket, and has failed
       if self._errors is not None:
+        if self._held is not None:
+          self._held.close_pipes()
         os.close(self._errors)
         self._errors = None
         self._control.close()
@@ -174,15 +188,24 @@ class LocalSandbox:
     if result.exit_status != 0:
       raise FileRefused(path, f"it could not be read or written whole ({result.killed_for or result.exit_status})")
 
+  def _check_free(self) -> None:
+    if self._held is not None and not self._held.ended.done():
+      raise RuntimeError("a process is held in this sandbox: nothing else runs there before it has ended")
+
   async def _exchange(self, request: dict[str, Any], stdin: bytes, timeout: float, output: int) -> CommandResult:
     """Hands a request and pipes to the supervisor, and waits for the end of all that it has started."""
+    self._check_free()
     async with self._turn:
-      if self._gone:
-        raise InfrastructureFailure(NAME, f"of no use any more: {self._gone}")
-      self.calls += 1
       budget = OutputBudget(output)
       begin = time.monotonic()
-      tasks = self._send(request, stdin, budget)
+      in_write, out_read, error_read = self._send(request)
+      waits = (
+        self._answer(),
+        read_bounded(out_read, budget),
+        read_bounded(error_read, budget),
+        write_all(in_write, stdin),
+      )
+      tasks = [asyncio.ensure_future(wait) for wait in waits]
       try:
         killed_for = await self._wait(tasks[0], budget, timeout)
         async with asyncio.timeout(GRACE):
@@ -190,8 +213,8 @@ class LocalSandbox:
           stdout, stderr = await asyncio.gather(*tasks[1:3])
       except TimeoutError:
         # Not even the kernel's SIGKILL was obeyed in time, on a machine that is in trouble. All of it goes.
-        self._kill("its supervisor did not answer")
-        raise InfrastructureFailure(NAME, "the supervisor did not answer") from None
+        self._kill(SILENT)
+        raise InfrastructureFailure(NAME, SILENT) from None
       except BaseException:
         self._kill("a call was cancelled or has failed")
         raise
@@ -201,15 +224,18 @@ class LocalSandbox:
         await asyncio.gather(*tasks, return_exceptions=True)
       seconds = time.monotonic() - begin
 
-    # A limit that the supervisor found comes from inside; time and output were measured here.
-    killed_for = killed_for or (answer["killed_for"] if answer["killed_for"] in ("memory", "disk") else "")
-    killed_for = killed_for or ("output" if budget.truncated else "")
-    status = None if killed_for else answer["exit_status"]
+    # Time and output were measured here; what the supervisor found comes from inside.
+    end = _process_end(answer)
+    killed_for = killed_for or end.killed_for or ("output" if budget.truncated else "")
+    status = None if killed_for else end.exit_status
     timed_out = killed_for == "time"
     return CommandResult(status, stdout, stderr, timed_out, killed_for, budget.truncated, seconds)
 
-  def _send(self, request: dict[str, Any], stdin: bytes, budget: OutputBudget) -> list[asyncio.Task[Any]]:
-    """Sends a request; returns the tasks that wait for the answer, standard output and error, and that write input."""
+  def _send(self, request: dict[str, Any]) -> tuple[int, int, int]:
+    """Sends a request; returns the near ends of the pipes of standard input, output and error."""
+    if self._gone:
+      raise InfrastructureFailure(NAME, f"of no use any more: {self._gone}")
+    self.calls += 1
     asked = _memory_file(json.dumps(request).encode("ascii"))
     (in_read, in_write), (out_read, out_write), (error_read, error_write) = (os.pipe() for _ in range(3))
     theirs = [asked, in_read, out_write, error_write]
@@ -223,13 +249,7 @@ class LocalSandbox:
     finally:
       for descriptor in theirs:
         os.close(descriptor)
-    waits = (
-      self._answer(),
-      read_bounded(out_read, budget),
-      read_bounded(error_read, budget),
-      write_all(in_write, stdin),
-    )
-    return [asyncio.ensure_future(wait) for wait in waits]
+    return in_write, out_read, error_read
 
   async def _wait(self, answer: asyncio.Task[Any], budget: OutputBudget, timeout: float) -> str:
     """Waits until the command ends, or has it killed; returns the limit of time or output that it overstepped."""
@@ -238,8 +258,7 @@ class LocalSandbox:
       await asyncio.wait({answer, exceeded}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
       if answer.done():
         return ""
-      with contextlib.suppress(OSError):  # it has ended by itself: the answer says so
-        self._control.send(supervisor.KILL)
+      self._kill_command()
       return "output" if budget.exceeded.is_set() else "time"
     finally:
       exceeded.cancel()
@@ -254,12 +273,84 @@ class LocalSandbox:
       raise InfrastructureFailure(NAME, f"the supervisor has ended: {said or 'without a word'}")
     return json.loads(line)
 
+  def _kill_command(self) -> None:
+    """Has the supervisor kill the command, and all that it started."""
+    with contextlib.suppress(OSError):  # it has ended by itself: the answer says so
+      self._control.send(supervisor.KILL)
+
   def _kill(self, why: str) -> None:
     """Ends the first process, and so all of them; from now on every call fails."""
     self._gone = self._gone or why
     with contextlib.suppress(OSError):  # not closed: the event loop may wait for it
       self._control.shutdown(socket.SHUT_RDWR)
     self._process.kill()
+
+
+class LocalProcess:
+  """A process that a `LocalSandbox` holds, see `SandboxProcess`."""
+
+  def __init__(
+    self,
+    pipes: tuple[int, int, int],
+    answer: asyncio.Future[dict[str, Any]],
+    kill: Callable[[], None],
+    kill_sandbox: Callable[[str], None],
+  ):
+    """Takes over what `LocalSandbox.start_process` has started.
+
+    Args:
+      pipes: near ends of standard input, output and error.
+      answer: what the supervisor says in the end.
+      kill: has the supervisor kill the process.
+      kill_sandbox: ends the sandbox, for a reason.
+    """
+    for descriptor in pipes:
+      os.set_blocking(descriptor, False)
+    self.stdin, self.stdout, self.stderr = pipes
+    self._kill, self._kill_sandbox, self._open = kill, kill_sandbox, True
+
+    async def end() -> ProcessEnd:
+      return _process_end(await answer)
+
+    self.ended = asyncio.ensure_future(end())
+    self.ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # that nobody asks for it is right
+
+  async def end(self) -> ProcessEnd:
+    """Kills it with all that it started, see `SandboxProcess.end`."""
+    if not self.ended.done():
+      self._kill()
+    try:
+      async with asyncio.timeout(GRACE):
+        return await asyncio.shield(self.ended)
+    except TimeoutError:
+      self._kill_sandbox(SILENT)
+      raise InfrastructureFailure(NAME, SILENT) from None
+
+  async def close(self) -> None:
+    """Kills it and closes its pipes; a sandbox that is gone needs nothing more."""
+    try:
+      with contextlib.suppress(InfrastructureFailure):
+        await self.end()
+    finally:
+      self.close_pipes()
+
+  def close_pipes(self) -> None:
+    """Closes the near ends of its pipes, once."""
+    if self._open:
+      self._open = False
+      for descriptor in (self.stdin, self.stdout, self.stderr):
+        os.close(descriptor)
+
+
+def _run_request(command: Sequence[str], cwd: str, environment: Mapping[str, str] | None) -> dict[str, Any]:
+  variables = ENVIRONMENT | dict(environment or {})
+  return {"kind": "run", "what": command[0], "command": list(command), "cwd": cwd, "environment": variables}
+
+
+def _process_end(answer: dict[str, Any]) -> ProcessEnd:
+  """Reads what a supervisor says at the end of a command."""
+  killed_for = answer["killed_for"] if answer["killed_for"] in ("memory", "disk") else ""
+  return ProcessEnd(None if killed_for else answer["exit_status"], killed_for)
 
 
 def _memory_file(data: bytes) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -84,7 +85,7 @@ class FileRefused(Exception):
 class Sandbox(Protocol):
   """A work folder of its own, and commands that run in it, one at a time.
 
-  Nothing that a command started outlives the call: background processes are killed when the command itself ends.
+  Nothing that `run` started outlives the call: background processes are killed when the command itself ends.
   The work folder lives until `close`. A call that is cancelled closes the sandbox.
 
   Every call raises an InfrastructureFailure when the sandbox is gone.
@@ -131,6 +132,67 @@ class Sandbox(Protocol):
 
   async def close(self) -> None:
     """Kills all that runs in it, and removes its folders; nothing happens the second time."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessEnd:
+  """The end of a process.
+
+  Attributes:
+    exit_status: as a shell counts, except that a signal's is negative; None if a limit ended it.
+    killed_for: the limit of memory or disk that was overstepped; "" if none was.
+  """
+
+  exit_status: int | None
+  killed_for: KilledFor
+
+
+class SandboxProcess(Protocol):
+  """A command that goes on behind three pipes; until it has ended, its sandbox does nothing else.
+
+  What it starts may go on beside it, and ends with it. Time and output are bounded by whoever holds it, all other
+  limits by the sandbox.
+
+  Attributes:
+    stdin, stdout, stderr: descriptors of the near ends of its pipes, which never block.
+    ended: done when it has ended with all that it started; its result is a `ProcessEnd`, or an InfrastructureFailure.
+  """
+
+  stdin: int
+  stdout: int
+  stderr: int
+  ended: asyncio.Future[ProcessEnd]
+
+  async def end(self) -> ProcessEnd:
+    """Kills it, if it has not ended by itself, and all that it started; what they wrote can still be read.
+
+    Raises:
+      InfrastructureFailure: the sandbox is gone.
+    """
+    ...
+
+  async def close(self) -> None:
+    """Kills it, whatever state it is in, and closes its pipes; nothing happens the second time."""
+    ...
+
+
+class ProcessSandbox(Sandbox, Protocol):
+  """A sandbox that can hold a process beyond a call, as a session with an interpreter needs it."""
+
+  @property
+  def limits(self) -> SandboxLimits:
+    """The limits of the sandbox."""
+    ...
+
+  async def start_process(
+    self, command: Sequence[str], *, environment: Mapping[str, str] | None = None
+  ) -> SandboxProcess:
+    """Starts a command in the work folder. Another call of the sandbox, before it has ended, is a RuntimeError.
+
+    Raises:
+      InfrastructureFailure: the sandbox is gone.
+    """
     ...
 
 

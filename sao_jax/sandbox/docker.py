@@ -15,7 +15,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from sao_jax.episode import InfrastructureFailure
 from sao_jax.errors import ConfigError
@@ -25,6 +25,7 @@ from sao_jax.sandbox.contract import (
   NAME,
   CommandResult,
   FileRefused,
+  ProcessEnd,
   SandboxLimits,
   check_path,
   check_timeout,
@@ -74,6 +75,7 @@ class DockerSandbox:
     self._docker, self._name, self._first = docker, name, first
     self._turn = asyncio.Lock()
     self._gone = ""  # why, once it is of no use any more
+    self._held: DockerProcess | None = None
     self.limits, self.calls = limits, 0
 
   @staticmethod
@@ -133,12 +135,29 @@ class DockerSandbox:
   ) -> CommandResult:
     """Runs a command, see `Sandbox.run`; one that cannot be started has exit status 126 or 127, as docker says."""
     folder = posixpath.normpath(f"{WORK}/{check_path(cwd or '.')}")
-    variables = ENVIRONMENT | dict(environment or {})
-    if any("\0" in word for word in (*command, *variables, *variables.values())):
+    options = [*_environment_options(environment), "--workdir", folder]
+    if any("\0" in word for word in (*command, *options)):
       return CommandResult(126, b"", b"an argument holds a zero byte\n", False, "", 0, 0.0)
-    options = [word for key, value in variables.items() for word in ("--env", f"{key}={value}")]
-    options += ["--workdir", folder]
     return await self._exchange(options, list(command), stdin, check_timeout(timeout), self.limits.output)
+
+  async def start_process(
+    self, command: Sequence[str], *, environment: Mapping[str, str] | None = None
+  ) -> DockerProcess:
+    """Starts a command that goes on, see `ProcessSandbox`."""
+    self._check_free()
+    await self._turn.acquire()
+    try:
+      words = self._exec_words([*_environment_options(environment), "--workdir", WORK], command)
+      pipe = subprocess.PIPE
+      program = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    except BaseException as error:
+      self._turn.release()
+      if isinstance(error, OSError):
+        raise InfrastructureFailure(NAME, f"docker did not start: {error}") from error
+      raise
+    self._held = DockerProcess(program, self._kill_all, self._clean_up)
+    self._held.ended.add_done_callback(lambda _: self._turn.release())
+    return self._held
 
   async def write_file(self, path: str, data: bytes) -> None:
     """Writes a file and the folders above it, see `Sandbox.write_file`."""
@@ -162,6 +181,8 @@ class DockerSandbox:
     await asyncio.to_thread(self._first.wait)
     self._first.stdout.close()
     self._first.stderr.close()
+    if self._held is not None:
+      await self._held.close()
 
   async def _file(self, script: str, path: str, more: list[str], data: bytes, output: int) -> CommandResult:
     folder, name = posixpath.split(posixpath.normpath(f"{WORK}/{check_path(path)}"))
@@ -176,33 +197,56 @@ class DockerSandbox:
     self, options: list[str], command: list[str], stdin: bytes, timeout: float, output: int
   ) -> CommandResult:
     """Runs `docker exec`, and kills afterwards whatever it has left behind."""
+    self._check_free()
     async with self._turn:
-      if self._gone:
-        raise InfrastructureFailure(NAME, f"of no use any more: {self._gone}")
-      self.calls += 1
+      words = self._exec_words(options, command)
       begin = time.monotonic()
-      words = ["exec", "--interactive", "--user", USER, *options, self._name, *command]
       try:
-        result = await run_bounded([self._docker, *words], stdin, timeout, output)
-        killing = await self._call(["exec", "--user", USER, self._name, "sh", "-c", "kill -9 -1"])
-        running, out_of_memory = await self._state() if result.exit_status else (True, False)
+        result = await run_bounded(words, stdin, timeout, output)
+        out_of_memory = await self._clean_up(result.exit_status)
       except BaseException:
-        self._gone = "a call was cancelled or has failed"
+        self._gone = self._gone or "a call was cancelled or has failed"
         # Cancelled or not, nothing goes on in there.
         with contextlib.suppress(OSError):
           self._first.stdin.close()
         raise
+    memory = not result.killed_for and result.exit_status == KILLED and out_of_memory
+    changed = {"exit_status": None, "killed_for": "memory"} if memory else {}
+    return dataclasses.replace(result, seconds=time.monotonic() - begin, **changed)
+
+  def _exec_words(self, options: list[str], command: Sequence[str]) -> list[str]:
+    """Begins a call: the command line that runs a command in the container."""
+    if self._gone:
+      raise InfrastructureFailure(NAME, f"of no use any more: {self._gone}")
+    self.calls += 1
+    return [self._docker, "exec", "--interactive", "--user", USER, *options, self._name, *command]
+
+  def _check_free(self) -> None:
+    if self._held is not None and not self._held.ended.done():
+      raise RuntimeError("a process is held in this sandbox: nothing else runs there before it has ended")
+
+  async def _kill_all(self) -> int | None:
+    """Kills all that runs in the container but its first process; returns the exit status."""
+    killing = await self._call(["exec", "--user", USER, self._name, "sh", "-c", "kill -9 -1"])
+    return killing.exit_status
+
+  async def _clean_up(self, exit_status: int | None) -> bool:
+    """Kills what a command has left behind; tells if the kernel has killed for memory.
+
+    Raises:
+      InfrastructureFailure: the container has ended.
+    """
+    killing = await self._kill_all()
+    running, out_of_memory = await self._state() if exit_status else (True, False)
     if not running:
       self._gone = "its container has ended"
       raise InfrastructureFailure(NAME, self._gone)
-    if killing.exit_status not in KILLING:
+    if killing not in KILLING:
       # As many processes as the container may have leave no room for this one. They must not see what comes next.
       self._gone = "what a command has left behind could not be killed"
       with contextlib.suppress(OSError):
         self._first.stdin.close()
-    memory = not result.killed_for and result.exit_status == KILLED and out_of_memory
-    changed = {"exit_status": None, "killed_for": "memory"} if memory else {}
-    return dataclasses.replace(result, seconds=time.monotonic() - begin, **changed)
+    return out_of_memory
 
   async def _state(self) -> tuple[bool, bool]:
     """Asks if the container runs, and if the kernel has killed in it for memory."""
@@ -215,6 +259,64 @@ class DockerSandbox:
     if result.killed_for:
       raise InfrastructureFailure(NAME, f"docker {words[0]} took too long, or said too much")
     return result
+
+
+class DockerProcess:
+  """A process that a `DockerSandbox` holds, behind `docker exec`; see `SandboxProcess`."""
+
+  def __init__(
+    self,
+    program: subprocess.Popen[bytes],
+    kill_all: Callable[[], Awaitable[int | None]],
+    clean_up: Callable[[int | None], Awaitable[bool]],
+  ):
+    """Takes over what `DockerSandbox.start_process` has started."""
+    self._program, self._kill_all, self._clean_up = program, kill_all, clean_up
+    self.stdin, self.stdout, self.stderr = (pipe.fileno() for pipe in (program.stdin, program.stdout, program.stderr))
+    for descriptor in (self.stdin, self.stdout, self.stderr):
+      os.set_blocking(descriptor, False)
+    self.ended = asyncio.ensure_future(self._end())
+    self.ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # that nobody asks for it is right
+
+  async def _end(self) -> ProcessEnd:
+    status = await ended(self._program)
+    memory = await self._clean_up(status) and status == KILLED
+    return ProcessEnd(None, "memory") if memory else ProcessEnd(status, "")
+
+  async def end(self) -> ProcessEnd:
+    """Kills it with all that it started, see `SandboxProcess.end`; then docker's own program, if that goes on."""
+    if not self.ended.done():
+      await self._kill_all()
+      await asyncio.wait({self.ended}, timeout=CONTROL_TIMEOUT)
+      self._program.kill()
+    return await asyncio.shield(self.ended)
+
+  async def close(self) -> None:
+    """Kills it and closes its pipes; a container that is gone needs nothing more."""
+    with contextlib.suppress(InfrastructureFailure):
+      await self.end()
+    self._program.kill()
+    for pipe in (self._program.stdin, self._program.stdout, self._program.stderr):
+      with contextlib.suppress(OSError):
+        pipe.close()
+
+
+async def ended(program: subprocess.Popen[bytes]) -> int:
+  """Waits for the end of a program of this machine, without a thread; returns its exit status."""
+  descriptor = os.pidfd_open(program.pid)
+  over, loop = asyncio.Event(), asyncio.get_running_loop()
+  loop.add_reader(descriptor, over.set)
+  try:
+    await over.wait()
+    return program.wait()
+  finally:
+    loop.remove_reader(descriptor)
+    os.close(descriptor)
+
+
+def _environment_options(environment: Mapping[str, str] | None) -> list[str]:
+  variables = ENVIRONMENT | dict(environment or {})
+  return [word for key, value in variables.items() for word in ("--env", f"{key}={value}")]
 
 
 def container_command(docker: str, name: str, image: str, limits: SandboxLimits) -> list[str]:

@@ -6,15 +6,23 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.queueing import waiting
-from sao_jax.sandbox.contract import Sandbox
 
 
-class SandboxPool:
-  """Lends fresh sandboxes, each one once; to be used on one event loop.
+class Closable(Protocol):
+  """A sandbox, or what holds one, as a `PythonSession` does."""
+
+  async def close(self) -> None: ...
+
+
+Lent = TypeVar("Lent", bound=Closable)
+
+
+class SandboxPool(Generic[Lent]):
+  """Lends fresh sandboxes or sessions, each one once; to be used on one event loop.
 
   >>> from sao_jax.sandbox.bubblewrap import LocalSandbox
   >>> async def greet():
@@ -27,7 +35,7 @@ class SandboxPool:
   b'hello\\n'
   """
 
-  def __init__(self, start: Callable[[], Awaitable[Sandbox]], *, size: int = 32, warm: int = 2):
+  def __init__(self, start: Callable[[], Awaitable[Lent]], *, size: int = 32, warm: int = 2):
     """Prepares the pool; nothing is started before the first sandbox is asked for.
 
     Args:
@@ -42,13 +50,13 @@ class SandboxPool:
       raise ConfigError("SandboxPool", f"{warm} of {size} sandboxes cannot wait.", "Use 0 <= warm <= size, size >= 1.")
     self._start, self._size, self._most_warm = start, size, warm
     self._free = asyncio.Semaphore(size)
-    self._warm: collections.deque[asyncio.Task[Sandbox]] = collections.deque()
+    self._warm: collections.deque[asyncio.Task[Lent]] = collections.deque()
     self._closing: set[asyncio.Task[None]] = set()
     self._closed = False
     self._counts = dict.fromkeys(("asked", "started", "failed", "lent"), 0)
 
   @contextlib.asynccontextmanager
-  async def sandbox(self) -> AsyncIterator[Sandbox]:
+  async def sandbox(self) -> AsyncIterator[Lent]:
     """Lends a sandbox for a block of code, and closes it at the end; others wait for their turn meanwhile."""
     sandbox = await self.acquire()
     try:
@@ -56,7 +64,7 @@ class SandboxPool:
     finally:
       await self.release(sandbox)
 
-  async def acquire(self) -> Sandbox:
+  async def acquire(self) -> Lent:
     """Lends a sandbox until `release`; the wait for a free place is a turn in a queue, and not charged to the call."""
     with waiting():
       await self._free.acquire()
@@ -77,7 +85,7 @@ class SandboxPool:
     self._refill()
     return sandbox
 
-  async def release(self, sandbox: Sandbox) -> None:
+  async def release(self, sandbox: Lent) -> None:
     """Closes a lent sandbox, even if this call is cancelled, and makes its place free."""
 
     async def close() -> None:
@@ -101,8 +109,8 @@ class SandboxPool:
     """Counts sandboxes: asked for, started, failed to start; lent and waiting at this moment."""
     return {**self._counts, "warm": len(self._warm)}
 
-  def _begin(self) -> asyncio.Task[Sandbox]:
-    async def start() -> Sandbox:
+  def _begin(self) -> asyncio.Task[Lent]:
+    async def start() -> Lent:
       try:
         sandbox = await self._start()
       except BaseException:
@@ -123,7 +131,7 @@ class SandboxPool:
     self._counts["lent"] = max(0, self._counts["lent"] - 1)
     self._free.release()
 
-  def _retire(self, task: asyncio.Task[Sandbox]) -> None:
+  def _retire(self, task: asyncio.Task[Lent]) -> None:
     """Closes a sandbox that may still be starting."""
 
     async def close() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 PIECE = 65536  # bytes: what a pipe holds
 
@@ -48,6 +48,34 @@ async def read_bounded(descriptor: int, budget: OutputBudget) -> bytes:
 
   loop = asyncio.get_running_loop()
   await _serve(descriptor, loop.add_reader, loop.remove_reader, read)
+  return bytes(kept)
+
+
+@contextlib.contextmanager
+def arriving(descriptor: int, take: Callable[[bytes], None]) -> Iterator[None]:
+  """Hands over what arrives in a pipe while the block lasts, b"" at its end; the descriptor stays open."""
+  loop = asyncio.get_running_loop()
+
+  def step() -> None:
+    with contextlib.suppress(BlockingIOError):
+      piece = os.read(descriptor, PIECE)
+      if not piece:
+        loop.remove_reader(descriptor)
+      take(piece)
+
+  loop.add_reader(descriptor, step)
+  try:
+    yield
+  finally:
+    loop.remove_reader(descriptor)
+
+
+def read_waiting(descriptor: int, budget: OutputBudget) -> bytes:
+  """Reads what waits in a pipe that never blocks, until the budget is exceeded; the descriptor stays open."""
+  kept = bytearray()
+  with contextlib.suppress(BlockingIOError):
+    while not budget.exceeded.is_set() and (piece := os.read(descriptor, PIECE)):
+      kept.extend(budget.take(piece))
   return bytes(kept)
 
 

@@ -272,9 +272,12 @@ def test_nothing_is_left_after_the_parent_is_killed(tmp_path):
   program = """
     import asyncio, sys
     from sao_jax.sandbox import LocalSandbox
+    from sao_jax.sandbox.python_session import PythonSession
     async def main():
       sandboxes = [await LocalSandbox.start() for _ in range(3)]
       calls = [asyncio.ensure_future(each.run(["sleep", "4321.25"], timeout=600.0)) for each in sandboxes[:2]]
+      session = PythonSession(sandboxes[2])
+      calls.append(asyncio.ensure_future(session.execute("import time; time.sleep(4321.25)", 600.0)))
       while True:
         await asyncio.sleep(0.1)
         print(*(each._process.pid for each in sandboxes), flush=True)
@@ -288,7 +291,7 @@ def test_nothing_is_left_after_the_parent_is_killed(tmp_path):
   assert len(pids) == 3
   tree: list[int] = []
   end = time.monotonic() + 30.0
-  while len(tree) < 2 * 3 + 2:  # bubblewrap and supervisors, and the commands of two of them
+  while len(tree) < 3 * 3:  # bubblewrap, supervisors and their commands
     assert time.monotonic() < end, "the commands did not start"
     tree = [pid for root in pids for pid in descendants(root)]
   parent.send_signal(signal.SIGKILL)

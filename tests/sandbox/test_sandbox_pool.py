@@ -178,11 +178,11 @@ def test_thirty_two_real_ones_at_once_see_nothing_of_each_other():
   asyncio.run(run())
 
 
-def test_the_example_of_the_readme(capsys):
+def test_the_examples_of_the_readme(capsys):
   if sandboxes.missing():
     pytest.skip(sandboxes.missing())
-  (example,) = re.findall(
-    r"^```python\n(.*?)^```$", (REPOSITORY / "sao_jax/sandbox/README.md").read_text(), re.M | re.S
-  )
-  exec(compile(example, "README.md", "exec"), {})
-  assert capsys.readouterr().out == "b'5\\n'  True\n"
+  text = (REPOSITORY / "sao_jax/sandbox/README.md").read_text()
+  names = {}
+  for example in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S):
+    exec(compile(example, "README.md", "exec"), names)
+  assert capsys.readouterr().out == "b'5\\n'  True\nn is 6\n42\n"

@@ -7,8 +7,6 @@ compare with; what a policy said may be any text, and is never a reason to raise
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +15,7 @@ from sao_jax.errors import ConfigError
 from sao_jax.rewards.exact_match import check_pattern, integer_match, parse_integer, regex_match
 from sao_jax.rewards.json_match import check_json, json_match
 from sao_jax.rewards.math_answer import boxed_math_match, check_gold, math_match
+from sao_jax.rewards.named_function import named_function
 
 Scorer = Callable[[str, Any], float]
 
@@ -101,17 +100,8 @@ def find_scorer(name: str, field: str = "scorer") -> Scorer:
   """
   if name in SCORERS:
     return SCORERS[name]
-  module, colon, function = name.partition(":")
   remedy = f"Use one of {', '.join(map(repr, SCORERS))}, or 'module:function'."
-  if not colon:
-    raise ConfigError(field, f"There is no scorer {name!r}.", remedy)
-  try:
-    scorer = functools.reduce(getattr, function.split("."), importlib.import_module(module))
-  except (ImportError, AttributeError, ValueError) as error:
-    raise ConfigError(field, f"There is no scorer {name!r}: {error}.", remedy) from error
-  if not callable(scorer):
-    raise ConfigError(field, f"{name!r} is a {type(scorer).__name__}, not a function.", remedy)
-  return scorer
+  return named_function(name, field, kind="scorer", remedy=remedy)
 
 
 def right_answer(name: str, gold: Any, field: str = "scorer") -> str:

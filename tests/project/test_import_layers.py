@@ -31,7 +31,7 @@ CORE_ABOVE_JAX = {"jax", "jaxlib", "flax", "optax", "chex", "orbax"}
 OPTIONAL = (
   *("transformers", "tokenizers", "safetensors", "jinja2", "reasoning_gym", "math_verify"),
   *("matplotlib", "tensorboardX", "libtpu", "tokamax", "torch", "gcsfs", "fsspec", "pyarrow"),
-  *("starlette", "uvicorn", "openai"),
+  *("starlette", "uvicorn", "openai", "textarena", "nltk", "verifiers", "openenv", "websockets"),
 )
 
 

@@ -13,6 +13,8 @@ from sao_jax.errors import ConfigError
 from sao_jax.sampler.fixed_weights import Weights
 from sao_jax.sampler.state import MAX_STOP_IDS
 
+OnTokens = Callable[[list[int], list[float], int], None]
+
 
 @dataclasses.dataclass(frozen=True)
 class GenerateRequest:
@@ -30,6 +32,7 @@ class GenerateRequest:
     weights: sample this session with these, in place of the published ones; the same in all its turns.
     on_sampled: called in the sampler's thread whenever tokens of the turn have been sampled, with the policy version
       that sampled them; must not block. A sampler may leave it out, as all versions come with the completion.
+    on_tokens: called likewise, before `on_sampled`, with these tokens, their log-probabilities and that version.
 
   >>> request = GenerateRequest(session_id=0, rollout_id=7, new_token_ids=(1, 42, 3), max_tokens=16, stop_ids=(2,))
   >>> request.temperature
@@ -50,6 +53,7 @@ class GenerateRequest:
   new_context: bool = False
   weights: Weights | None = dataclasses.field(default=None, compare=False, repr=False)
   on_sampled: Callable[[int], None] = dataclasses.field(default=lambda version: None, compare=False, repr=False)
+  on_tokens: OnTokens | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

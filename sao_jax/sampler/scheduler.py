@@ -429,6 +429,8 @@ class Scheduler:
         if experts is not None:
           session.keep_experts(len(session.token_ids) - 1, experts[:count, row])
         session.append(tokens[row][:count], logprobs[row][:count], dispatch.version)
+        if turn.request.on_tokens is not None:
+          turn.request.on_tokens(tokens[row][:count], logprobs[row][:count], dispatch.version)
         turn.request.on_sampled(dispatch.version)
         if turn.finished:
           self._finish(session)

@@ -126,11 +126,17 @@ class ModelConfig:
 class AlgorithmConfig:
   """SAO (arXiv 2607.07508): DIS policy loss, skip-observation GAE, K critic updates."""
 
-  advantage: Literal["sao", "grpo"] = "sao"  # sao: skip-observation GAE with a critic | grpo: group-relative, no critic
+  advantage: Literal["sao", "grpo", "dr_grpo"] = "sao"  # GAE with a critic | group-relative, no critic | undivided
+  policy_loss: Literal["dis", "ppo", "cispo", "gspo", "reinforce"] = "dis"  # sao_jax/algorithm/loss_variants.py
+  policy_loss_reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # what counts the same
+  loss_length: PositiveInt = 1024  # constant only: the loss is divided by trajectories times this
   epsilon_low: Annotated[float, "(0, 1]"] = 0.3  # deltas, not bounds: keep 1 - epsilon_low < ratio < 1 + epsilon_high
   epsilon_high: Annotated[float, "(0, inf]"] = 5.0  # inf: no upper end
   gamma: Annotated[float, "[0, 1]"] = 1.0
   alpha: Annotated[float, "[1, inf)"] = 1.5  # policy lambda = 1 - 1 / (alpha * n) >= 0, n sampled tokens
+  policy_lambda: Literal["length_adaptive"] | Annotated[float, "[0, 1]"] = "length_adaptive"  # or one for all lengths
+  lambda_length: Literal["steps", "response"] = "steps"  # n counts sampled tokens (turns), or observations as well
+  gae: Literal["token", "step_average", "step_last", "through_observations"] = "token"  # sao_jax/algorithm/td_steps.py
   critic_lambda: Annotated[float, "[0, 1]"] = 1.0  # 1: the value learns the return itself
   value_updates: PositiveInt = 2  # K: gradient steps of the critic on every batch
   advantage_values: Literal["post", "pre"] = "post"  # values read after the K critic updates, or before
@@ -155,12 +161,12 @@ class AlgorithmConfig:
   @property
   def needs_critic(self) -> bool:
     """False for methods without a critic, which is then neither built nor trained nor saved."""
-    return self.advantage not in ("grpo",)
+    return self.advantage not in ("grpo", "dr_grpo")
 
   @property
   def needs_groups(self) -> bool:
     """True for methods that compare rollouts of one prompt with each other."""
-    return self.advantage in ("grpo",)
+    return self.advantage in ("grpo", "dr_grpo")
 
   def whitens(self, *, critic_pretrained: bool = False) -> bool:
     """Resolves `whiten_advantages`: auto whitens the advantages of a critic that starts cold."""

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from sao_jax.algorithm import pieces, tokens
 from sao_jax.algorithm.reductions import masked_mean_and_std
+from sao_jax.algorithm.td_steps import Steps, lambda_length, td_steps
 from sao_jax.config import AlgorithmConfig
 from sao_jax.types import TrajectoryBatch
 
@@ -181,21 +182,31 @@ def batch_returns(
   """
   if state_values is None:
     state_values = jnp.zeros(batch.token_ids.shape, jnp.float32)
+  values, sampled = tokens.token_values(state_values, batch), tokens.sampled_tokens(batch)
+  return step_returns(config, batch, state_values, Steps(sampled, values, batch.rewards), one_minus_lam)
 
+
+def step_returns(
+  config: AlgorithmConfig,
+  batch: TrajectoryBatch,
+  state_values: Float[Array, "B T"],
+  steps: Steps,
+  one_minus_lam: Float[Array, "B T"],
+) -> Float[Array, "B T"]:
+  """λ-returns of all steps of a batch; 0 elsewhere. Arguments as in `batch_returns`."""
   # V behind the end of those trajectories that were cut.
   bootstrap = None
   if config.truncation == "bootstrap":
     bootstrap = jnp.where(batch.truncated, jax.vmap(tokens.at_end)(state_values, batch.trajectory_ids), 0.0)
 
   # Row by row, where a piece ends like a trajectory of its own; then on from piece to piece.
-  values, sampled = tokens.token_values(state_values, batch), tokens.sampled_tokens(batch)
   end_values = bootstrap
   if batch.pieces is not None and bootstrap is not None:
     end_values = jnp.where(batch.pieces.ids > 0, 0.0, bootstrap)
   returns = jax.vmap(functools.partial(packed_returns, gamma=config.gamma))(
-    batch.rewards,
-    values,
-    sampled,
+    steps.rewards,
+    steps.values,
+    steps.mask,
     batch.trajectory_ids,
     one_minus_lam=one_minus_lam,
     bootstrap_values=end_values,
@@ -204,8 +215,8 @@ def batch_returns(
     return returns
   return pieces.join_returns(
     returns,
-    values,
-    sampled,
+    steps.values,
+    steps.mask,
     batch,
     one_minus_lam=one_minus_lam,
     gamma=config.gamma,
@@ -233,8 +244,15 @@ def value_targets(
 def sao_advantages(
   config: AlgorithmConfig, batch: TrajectoryBatch, state_values: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
-  """Skip-observation GAE with each trajectory's length-adaptive λ: A = G - V on all sampled tokens, 0 elsewhere."""
-  sampled = tokens.sampled_tokens(batch)
-  one_minus_lam = one_minus_lambda(pieces.count_per_trajectory(batch, sampled), config.alpha)
-  returns = batch_returns(config, batch, state_values, one_minus_lam)
-  return jnp.where(sampled, returns - tokens.token_values(state_values, batch), 0.0)
+  """Skip-observation GAE with each trajectory's length-adaptive λ: A = G - V on all sampled tokens, 0 elsewhere.
+
+  `algorithm.gae` makes the steps others than sampled tokens, and `algorithm.policy_lambda` λ another than 1 - 1/(α n).
+  """
+  sampled, steps = tokens.sampled_tokens(batch), td_steps(config, batch, state_values)
+  if config.policy_lambda == "length_adaptive":
+    one_minus_lam = one_minus_lambda(lambda_length(config, batch, steps), config.alpha)
+  else:
+    one_minus_lam = jnp.full(sampled.shape, 1.0 - config.policy_lambda, jnp.float32)
+
+  returns = step_returns(config, batch, state_values, steps, one_minus_lam)
+  return jnp.where(sampled, steps.on_tokens(returns - steps.values), 0.0)

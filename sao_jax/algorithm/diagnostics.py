@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sao_jax.algorithm import pieces
+from sao_jax.algorithm.loss_variants import mean_log_ratios, of_trajectories, token_weights
 from sao_jax.algorithm.network import Update
-from sao_jax.algorithm.policy_loss import dis_weights, log_ratios
+from sao_jax.algorithm.policy_loss import log_ratios
 from sao_jax.algorithm.reductions import masked_count, masked_mean, masked_mean_and_std, masked_sum
 from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import AlgorithmConfig
@@ -168,12 +169,17 @@ def policy_metrics(
   batch: TrajectoryBatch,
   trained: Bool[Array, "B T"],
   advantages: Float[Array, "B T"],
+  used_advantages: Float[Array, "B T"],
   lags: Int[Array, "B T"],
 ) -> dict[str, Array]:
-  """Ratios, rejections, entropy and routers of the policy before its update; advantages before any whitening."""
+  """Ratios, rejections, entropy and routers of the policy before its update; `advantages` are those before whitening.
+
+  `used_advantages` are those that entered the loss: with some losses their signs decide which tokens are rejected.
+  """
   # The ratios that the loss used: the policy before its update against the sampler.
   log_ratio = log_ratios(outputs.logprobs, batch.behavior_logprobs, trained)
-  weights, low, high = dis_weights(log_ratio, trained, epsilon_low=config.epsilon_low, epsilon_high=config.epsilon_high)
+  decisive = mean_log_ratios(outputs.logprobs, batch, trained) if of_trajectories(config) else log_ratio
+  weights, low, high = token_weights(config, decisive, used_advantages, trained)
   delta = jnp.abs(log_ratio)
   mean, std = masked_mean_and_std(advantages, trained)
 

@@ -21,7 +21,7 @@ EPSILON = 1e-6  # beside the standard deviation
 
 
 def group_advantages(
-  rewards: Float[Array, "N"], group_ids: Int[Array, "N"], members: Bool[Array, "N"]
+  rewards: Float[Array, "N"], group_ids: Int[Array, "N"], members: Bool[Array, "N"], *, standardise: bool = True
 ) -> Float[Array, "N"]:
   """(R - mean) / (std + 1e-6) within each group, with the sample standard deviation (denominator n - 1). fp32.
 
@@ -29,6 +29,7 @@ def group_advantages(
     rewards: one per entry.
     group_ids: the group of each entry, in [0, N].
     members: True on the entries that count; there is one for every rollout.
+    standardise: False leaves it at R - mean.
 
   Returns:
     The advantages; 0 where all rewards of a group are equal to the rounding of fp32, in a group of one, and outside
@@ -49,7 +50,8 @@ def group_advantages(
 
   # Nor is the rounding of the rewards themselves, such as sums in another order: 1000.3 has neighbours 6e-5 away.
   largest = jax.ops.segment_max(jnp.abs(rewards), **groups)[group_ids]
-  return jnp.where(deviation <= ROUNDING * largest, 0.0, centred / (deviation + EPSILON))
+  scale = deviation + EPSILON if standardise else 1.0
+  return jnp.where(deviation <= ROUNDING * largest, 0.0, centred / scale)
 
 
 def grpo_advantages(
@@ -64,6 +66,18 @@ def grpo_advantages(
     ConfigError: the batch was packed without groups.
   """
   del config, state_values
+  return _of_batch(batch, standardise=True)
+
+
+def dr_grpo_advantages(
+  config: AlgorithmConfig, batch: TrajectoryBatch, state_values: Float[Array, "B T"] | None = None
+) -> Float[Array, "B T"]:
+  """R - mean of the group, undivided (Dr. GRPO, arXiv 2503.20783); otherwise as `grpo_advantages`."""
+  del config, state_values
+  return _of_batch(batch, standardise=False)
+
+
+def _of_batch(batch: TrajectoryBatch, *, standardise: bool) -> Float[Array, "B T"]:
   if batch.group_ids is None:
     raise ConfigError(
       "rollout.group_size", "the batch has no groups to compare rollouts within.", "Set it to 2 or more."
@@ -71,5 +85,6 @@ def grpo_advantages(
   sampled = tokens.sampled_tokens(batch)
   # One entry for each trajectory: its last sampled token.
   last = pieces.last_sampled_tokens(batch, sampled)
-  entries = group_advantages(pieces.returns(batch).ravel(), batch.group_ids.ravel(), last.ravel()).reshape(last.shape)
+  flat = (pieces.returns(batch).ravel(), batch.group_ids.ravel(), last.ravel())
+  entries = group_advantages(*flat, standardise=standardise).reshape(last.shape)
   return jnp.where(sampled, pieces.trajectory_totals(entries, batch), 0.0)

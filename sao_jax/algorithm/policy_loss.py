@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 
-class DISWeights(NamedTuple):
-  """Importance weights and rejections of DIS, each in the shape of the tokens.
+class TokenWeights(NamedTuple):
+  """The factors with which advantages enter the loss, each in the shape of the tokens.
 
   Attributes:
-    weights: f(ρ), fp32: the ratio inside the trust region, 0 outside and on unsampled tokens.
-    rejected_low: sampled tokens with ρ <= 1 - ε_low.
-    rejected_high: sampled tokens with ρ >= 1 + ε_high.
+    weights: f(ρ), fp32; for DIS the ratio inside the trust region, 0 outside and on unsampled tokens.
+    rejected_low: sampled tokens that f takes out because ρ is low; for DIS those with ρ <= 1 - ε_low.
+    rejected_high: the same for a high ρ; for DIS those with ρ >= 1 + ε_high.
   """
 
   weights: Float[Array, "*tokens"]
@@ -33,9 +33,14 @@ def log_ratios(
   return jnp.where(action_mask, difference, 0.0)
 
 
+def trust_region(epsilon_low: float, epsilon_high: float) -> tuple[float, float]:
+  """The bounds log(1 - ε_low) and log(1 + ε_high) on log ρ; an ε_low of 1 or more is no lower bound."""
+  return math.log1p(-epsilon_low) if epsilon_low < 1.0 else -math.inf, math.log1p(epsilon_high)
+
+
 def dis_weights(
   log_ratio: Float[Array, "*tokens"], action_mask: Bool[Array, "*tokens"], *, epsilon_low: float, epsilon_high: float
-) -> DISWeights:
+) -> TokenWeights:
   """f(ρ): ρ where 1 - ε_low < ρ < 1 + ε_high, else 0, whatever the sign of the advantage.
 
   Decided on log ρ, and masked *before* exponentiating: with a very low μ, exp(log ρ) * 0 would be inf * 0 = NaN.
@@ -46,11 +51,10 @@ def dis_weights(
     epsilon_low: static delta (not a bound); 1 or more means no lower bound.
     epsilon_high: static delta.
   """
-  lower = math.log1p(-epsilon_low) if epsilon_low < 1.0 else -math.inf
-  upper = math.log1p(epsilon_high)
+  lower, upper = trust_region(epsilon_low, epsilon_high)
   keep = action_mask & (log_ratio > lower) & (log_ratio < upper)
   weights = jnp.where(keep, jnp.exp(jnp.where(keep, log_ratio, 0.0)), 0.0)
-  return DISWeights(weights, action_mask & (log_ratio <= lower), action_mask & (log_ratio >= upper))
+  return TokenWeights(weights, action_mask & (log_ratio <= lower), action_mask & (log_ratio >= upper))
 
 
 def dis_policy_loss(
@@ -95,6 +99,13 @@ def dis_policy_loss(
   log_ratio = log_ratios(logprobs, behavior_logprobs, action_mask)
   weights = dis_weights(log_ratio, action_mask, epsilon_low=epsilon_low, epsilon_high=epsilon_high).weights
 
+  return weighted_loss(weights, logprobs, advantages)
+
+
+def weighted_loss(
+  weights: Float[Array, "*tokens"], logprobs: Float[Array, "*tokens"], advantages: Float[Array, "*tokens"]
+) -> Float[Array, "*tokens"]:
+  """- stop_gradient(f A) log π of every token; 0, and without a gradient, where f is 0."""
   # Masked inside as well as outside: 0 times a NaN on a rejected token would be NaN, in the gradient too.
   keep = weights > 0.0
   coefficients = jax.lax.stop_gradient(weights * jnp.where(keep, jnp.asarray(advantages, jnp.float32), 0.0))

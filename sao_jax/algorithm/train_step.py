@@ -4,9 +4,10 @@
 
     tokens       which tokens count, and what runs along a trajectory
     pieces       the same for a trajectory in several rows
+    td_steps     what GAE steps from and to           (tokens; or turns)
     advantage    λ-returns G, advantages A            (another estimator: a function in `ADVANTAGES`)
     value_loss   (V - G)²                             (another head: a `ValueHead`)
-    policy_loss  - sg[f(ρ) A] log π                   (DIS)
+    policy_loss  - sg[f(ρ) A] log π                   (DIS; another f: a function in `POLICY_LOSSES`)
     network      one guarded gradient step, micro-batches, frozen leaves
     diagnostics  what is reported
 """
@@ -23,10 +24,13 @@ from jaxtyping import Array, Bool, Float
 
 from sao_jax.algorithm import diagnostics
 from sao_jax.algorithm.advantage import sao_advantages, value_targets, value_targets_need_values, whiten_advantages
-from sao_jax.algorithm.grpo import grpo_advantages
+from sao_jax.algorithm.grpo import dr_grpo_advantages, grpo_advantages
+from sao_jax.algorithm.loss_reduction import loss_scales
+from sao_jax.algorithm.loss_variants import mean_log_ratios, of_trajectories, policy_token_losses
 from sao_jax.algorithm.network import Network, Update, gradient_step, map_micro_batches
-from sao_jax.algorithm.policy_loss import dis_policy_loss, log_ratios
+from sao_jax.algorithm.policy_loss import log_ratios
 from sao_jax.algorithm.reductions import masked_count, masked_sum
+from sao_jax.algorithm.td_steps import valued_tokens
 from sao_jax.algorithm.tokens import sampled_tokens, token_values, trained_tokens
 from sao_jax.algorithm.value_loss import make_value_head
 from sao_jax.config import AlgorithmConfig
@@ -43,7 +47,11 @@ TrainStep = Callable[[TrainState, TrajectoryBatch], tuple[TrainState, Metrics]]
 Estimator = Callable[[AlgorithmConfig, TrajectoryBatch, Float[Array, "B T"] | None], Float[Array, "B T"]]
 
 # `algorithm.advantage` names one of these; config.py says which of them need a critic or groups.
-ADVANTAGES: dict[str, Estimator] = {"sao": sao_advantages, "grpo": grpo_advantages}
+ADVANTAGES: dict[str, Estimator] = {
+  "sao": sao_advantages,
+  "grpo": grpo_advantages,
+  "dr_grpo": dr_grpo_advantages,
+}
 
 
 def init_train_state(
@@ -103,9 +111,10 @@ def make_train_step(
       read, value_network = batch, critic.beside(state.policy.params)
       if config.critic_reads_logprobs and not update_policy:
         read = _scored(config, policy, state.policy.params, batch)
-      critic_state, fit = _critic_steps(config, value_network, state.critic, read, trained)
+      valued = valued_tokens(config, batch, trained)
+      critic_state, fit = _critic_steps(config, value_network, state.critic, read, valued)
       values_before = token_values(fit.values_before, batch)
-      metrics |= diagnostics.critic_metrics(config, fit.updates, values_before, fit.targets, trained)
+      metrics |= diagnostics.critic_metrics(config, fit.updates, values_before, fit.targets, valued)
 
     # A function, since a critic-only step wants no more than the shapes of what it reports.
     def policy_half(policy_state: NetworkState) -> tuple[NetworkState, Metrics]:
@@ -123,7 +132,7 @@ def make_train_step(
       # None where the critic's own updates were not finite: the advantages of such a critic mean nothing.
       trusted = jnp.all(fit.updates.applied) if fit is not None else jnp.ones((), jnp.bool_)
       policy_state, update, outputs = _policy_step(config, policy, policy_state, batch, trained, weights, trusted)
-      of_policy = diagnostics.policy_metrics(config, update, outputs, batch, trained, advantages, lags)
+      of_policy = diagnostics.policy_metrics(config, update, outputs, batch, trained, advantages, weights, lags)
       return policy_state, of_policy
 
     if update_policy:
@@ -230,22 +239,17 @@ def _policy_step(
   advantages: Float[Array, "B T"],
   trusted: Bool[Array, ""],
 ) -> tuple[NetworkState, Update, PolicyOutputs]:
-  """One DIS gradient step. It is skipped unless the critic is `trusted`, and every advantage and log-ratio finite."""
+  """One gradient step. It is skipped unless the critic is `trusted`, and every advantage and log-ratio finite."""
   num_trained = masked_count(trained)
+  scales, denominator = loss_scales(config, batch, trained)
+  trajectory_log_ratio = _trajectory_log_ratio(config, policy, state.params, batch, trained)
 
   # -(1/N) Σ sg[f(ρ) A] log π over a part of the rows; the parts of all micro-batches add up to the loss.
   def loss_fn(params: PyTree, inputs: PyTree) -> tuple[Float[Array, ""], PolicyOutputs]:
-    rows, mask, advantages = inputs
+    rows, mask, advantages, scales, log_ratio = inputs
     outputs = policy.apply(params, rows)
-    losses = dis_policy_loss(
-      outputs.logprobs,
-      rows.behavior_logprobs,
-      advantages,
-      mask,
-      epsilon_low=config.epsilon_low,
-      epsilon_high=config.epsilon_high,
-    )
-    return masked_sum(losses, mask) / jnp.maximum(num_trained, 1.0), outputs
+    losses = policy_token_losses(config, outputs.logprobs, rows.behavior_logprobs, advantages, mask, log_ratio)
+    return masked_sum(scales * losses, mask) / jnp.maximum(denominator, 1.0), outputs
 
   # The loss of a broken ratio is 0, and would pass for a good one; so is a rejected token's with a broken advantage.
   def allowed(outputs: PolicyOutputs) -> Bool[Array, ""]:
@@ -257,7 +261,17 @@ def _policy_step(
     policy,
     state,
     loss_fn,
-    (batch, trained, jax.lax.stop_gradient(advantages)),
+    (batch, trained, jax.lax.stop_gradient(advantages), scales, trajectory_log_ratio),
     micro_batches=config.micro_batches,
     allowed=allowed,
   )
+
+
+def _trajectory_log_ratio(
+  config: AlgorithmConfig, policy: Network, params: PyTree, batch: TrajectoryBatch, trained: Bool[Array, "B T"]
+) -> Float[Array, "B T"] | None:
+  """The mean log-ratio of each token's trajectory, by a forward pass of its own, where the loss wants it."""
+  if not of_trajectories(config):
+    return None
+  logprobs = map_micro_batches(lambda rows: policy.apply(params, rows).logprobs, batch, config.micro_batches)
+  return mean_log_ratios(logprobs, batch, trained)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from sao_jax.config import OptimizerConfig, RunConfig, SamplerConfig
+from sao_jax.config import AlgorithmConfig, OptimizerConfig, RunConfig, SamplerConfig
 from sao_jax.configuration import config_tree
 
 
@@ -24,16 +24,33 @@ def _of(section: str, *names: str) -> tuple[str, ...]:
   return tuple(f"{section}.{name}" for name in names)
 
 
+USUAL_EPSILONS = {"ppo": "0.2 and 0.28", "cispo": "1 and 0.28", "gspo": "3e-4 and 4e-4"}  # low and high
 PAGE_FIELDS = ("page_size", "num_pages", "prefill_chunk")
 
 IDLE = (
   Idle(
     lambda config: not config.algorithm.needs_critic,
-    "algorithm.advantage='grpo' knows neither a critic nor a discount",
+    "this algorithm.advantage knows neither a critic nor a discount",
     _of("critic.lora", "rank", "alpha", "targets")
     + _of("algorithm", "gamma", "alpha", "critic_lambda", "value_updates", "advantage_values", "value_clip")
+    + _of("algorithm", "gae", "policy_lambda", "lambda_length")
     + _of("algorithm", "value_head", "value_head_initializer", "critic_reads_logprobs")
     + _of("algorithm", "freeze_attention", "freeze_router", "freeze_embeddings"),
+  ),
+  Idle(
+    lambda config: config.algorithm.policy_loss == "reinforce",
+    "algorithm.policy_loss='reinforce' knows no ratio",
+    _of("algorithm", "epsilon_low", "epsilon_high"),
+  ),
+  Idle(
+    lambda config: config.algorithm.policy_loss_reduction != "constant",
+    "only algorithm.policy_loss_reduction='constant' divides by a length",
+    _of("algorithm", "loss_length"),
+  ),
+  Idle(
+    lambda config: config.algorithm.policy_lambda != "length_adaptive",
+    "algorithm.policy_lambda is the same for all lengths",
+    _of("algorithm", "alpha", "lambda_length"),
   ),
   Idle(
     lambda config: config.algorithm.value_updates == 1,
@@ -143,6 +160,15 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     yield (
       f"rollout.group_size={group_size} with algorithm.advantage={algorithm.advantage!r}, which compares no rollouts "
       "with each other: a batch has fewer prompts for it. Set it to 1, or use algorithm.advantage=grpo."
+    )
+
+  # Trust regions are made for their losses.
+  default = AlgorithmConfig()
+  own = (default.epsilon_low, default.epsilon_high)
+  if algorithm.policy_loss in USUAL_EPSILONS and (algorithm.epsilon_low, algorithm.epsilon_high) == own:
+    yield (
+      f"algorithm.policy_loss={algorithm.policy_loss!r} with the trust region of 'dis', epsilon_low={own[0]} and "
+      f"epsilon_high={own[1]}. Usual for it: {USUAL_EPSILONS[algorithm.policy_loss]}."
     )
 
   # A rate of 0 is allowed, for comparisons.

@@ -270,7 +270,7 @@ def _advantage(config: RunConfig) -> Iterator[ConfigError]:
   if algorithm.needs_groups and algorithm.whitens():
     yield ConfigError(
       "algorithm.whiten_advantages",
-      f"algorithm.advantage={algorithm.advantage!r} is normalised within groups; whitening would give those of equal "
+      f"algorithm.advantage={algorithm.advantage!r} compares within groups; whitening would give those of equal "
       "rewards an advantage.",
       "Leave algorithm.whiten_advantages at auto, or set it to False.",
     )

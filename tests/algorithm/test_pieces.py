@@ -23,7 +23,6 @@ from sao_jax.algorithm.train_step import make_train_step
 from sao_jax.config import AlgorithmConfig
 from sao_jax.learner.packing import lay_out, unpack
 from sao_jax.learner.row_plan import plan_rows
-from sao_jax.types import Pieces
 
 CONFIG = AlgorithmConfig(
   gamma=0.9,
@@ -34,7 +33,7 @@ CONFIG = AlgorithmConfig(
   advantage_values="pre",
   value_updates=1,
 )
-EMPTY = Pieces(np.zeros(toy.SHAPE, np.int32), *np.zeros((3, 3 * toy.SHAPE[0]), np.int32))
+EMPTY = toy.no_pieces()
 
 
 @functools.cache

@@ -32,6 +32,7 @@ EXPERTS = {"model.num_experts": 4}
     EXPERTS | {"model.num_experts_per_token": 1, "model.renormalize_router": False},
     {"model.num_experts_per_token": 2},  # the default
     {"algorithm.value_clip": 0.2},
+    {"algorithm.policy_loss": "ppo", "algorithm.epsilon_low": 0.2, "algorithm.epsilon_high": 0.28},
     {"algorithm.value_head": "hl_gauss", "algorithm.value_bins": 11},
     {"model.yarn.factor": 2.0, "model.yarn.beta_fast": 16.0},
     {"model.lora.rank": 4, "model.lora.alpha": 8.0, "critic.lora.rank": 4, "critic.lora.alpha": 8.0},
@@ -56,6 +57,14 @@ def test_nothing_is_hinted_at_in_what_is_shipped(config):
     ({"algorithm.value_bins": 11, "algorithm.value_max": 2.0}, "value_bins, algorithm.value_max will have no effect"),
     ({"model.d_ff_expert": 32, "algorithm.freeze_router": True}, "model.d_ff_expert, algorithm.freeze_router will"),
     (EXPERTS | {"model.num_dense_layers": 2, "model.d_ff_shared": 8}, "model.d_ff_shared will have no effect"),
+    (GRPO | {"algorithm.policy_lambda": 0.9}, "critic nor a discount, so algorithm.policy_lambda will have no effect"),
+    ({"algorithm.loss_length": 9}, "divides by a length, so algorithm.loss_length will have no effect"),
+    (
+      {"algorithm.policy_lambda": 0.95, "algorithm.alpha": 2.0},
+      "for all lengths, so algorithm.alpha will have no effect",
+    ),
+    ({"algorithm.policy_loss": "ppo"}, "Usual for it: 0.2 and 0.28"),
+    ({"algorithm.policy_loss": "reinforce", "algorithm.epsilon_low": 0.2}, "algorithm.epsilon_low will have no effect"),
     ({"model.yarn.beta_slow": 2.0}, "model.yarn.beta_slow will have no effect"),
     ({"model.yarn.factor": 2.0, "model.yarn.ramp": "turns", "model.yarn.truncate": False}, "model.yarn.truncate will"),
     ({"model.yarn.factor": 2.0, "model.yarn.mscale_all_dim": 1.0}, "model.yarn.mscale_all_dim will have no effect"),
@@ -87,7 +96,7 @@ def test_each_hint_names_its_fields_and_the_remedy(overrides, words):
   sections = {path: value for path, value in overrides.items() if "." not in path}
   config = config_tree.replace(VALID, {path: overrides[path] for path in overrides.keys() - sections.keys()})
   (hint,) = hints(dataclasses.replace(config, **sections))
-  unnamed = {*GRPO, *EXPERTS, "model.num_dense_layers", "model.yarn.factor"}
+  unnamed = {*GRPO, *EXPERTS, "algorithm.policy_lambda", "model.num_dense_layers", "model.yarn.factor"}
   assert words in hint and all(path in hint for path in overrides.keys() - unnamed)
 
 

@@ -10,6 +10,7 @@ import typing
 import pytest
 from toys import training_toy
 
+from sao_jax.algorithm.loss_variants import POLICY_LOSSES
 from sao_jax.algorithm.train_step import ADVANTAGES
 from sao_jax.config import AlgorithmConfig, ModelConfig, RunConfig, SamplerConfig, Sizes
 from sao_jax.configuration import bounds, config_tree, relations
@@ -252,12 +253,13 @@ def test_a_misspelt_name_gets_the_nearest(field):
   assert error.field == field
   assert f"Did you mean {choices[-1]!r}?" in error.remedy and all(repr(choice) in error.remedy for choice in choices)
   for choice in choices:
-    if choice not in ("split", "grpo"):  # which need sampler_devices, and groups
+    if choice not in ("split", "grpo", "dr_grpo"):  # which need sampler_devices, and groups
       validate(config_tree.replace(VALID, {field: choice}), training=True)
 
 
 def test_names_are_those_that_the_rooms_know():
   assert CHOICES["algorithm.advantage"] == tuple(ADVANTAGES)
+  assert CHOICES["algorithm.policy_loss"] == tuple(POLICY_LOSSES)
   assert typing.get_args(typing.get_args(ANNOTATIONS["model.lora.targets"])[0]) == tuple(TARGETS)
 
 
@@ -399,6 +401,7 @@ def test_every_field_is_checked_or_free_on_purpose():
   fields = {path for path, value, _ in config_tree.leaves(VALID) if not isinstance(value, bool)}
   free |= {"evaluation.success_threshold"}  # returns may be anything
   free |= {"algorithm.whiten_advantages"}  # one name beside true and false
+  free |= {"algorithm.policy_lambda"}  # one name beside numbers: test_algorithm.py
   of_tuples = {
     "model.lora.targets",
     "critic.lora.targets",

@@ -15,7 +15,7 @@ from sao_jax.config import AlgorithmConfig
 from sao_jax.episode import PromptKey, Status, Trajectory
 from sao_jax.learner.packing import lay_out
 from sao_jax.learner.row_plan import Part, RowPlan
-from sao_jax.types import PolicyOutputs, TrajectoryBatch
+from sao_jax.types import Pieces, PolicyOutputs, TrajectoryBatch
 
 VOCABULARY, VERSION = 9, 2
 SHAPE = (24, 12)  # rows of which none holds a whole trajectory
@@ -66,6 +66,11 @@ def lay_out_at_random(trajectories: list[Trajectory], rng: np.random.Generator, 
     holds = [row for row in rows if sum(other.length for other in row) + part.length <= SHAPE[1]]
     holds[rng.integers(len(holds))].append(part)
   return lay_out(trajectories, RowPlan(SHAPE, rows), None, **options)
+
+
+def no_pieces() -> Pieces:
+  """A table of pieces without any, so that one program does for all batches."""
+  return Pieces(np.zeros(SHAPE, np.int32), *np.zeros((3, 3 * SHAPE[0]), np.int32))
 
 
 def policy_apply(params, batch):

@@ -24,6 +24,18 @@ METHODS = {
     "algorithm": {"advantage": "grpo", "critic_warmup_steps": 0},
     "rollout": {"group_size": 4},
   },
+  "dr_grpo": {
+    "algorithm": {
+      "advantage": "dr_grpo",
+      "policy_loss": "gspo",
+      "policy_loss_reduction": "constant",
+      "loss_length": 8,
+      "epsilon_low": 0.05,
+      "epsilon_high": 0.05,
+      "critic_warmup_steps": 0,
+    },
+    "rollout": {"group_size": 4},
+  },
 }
 
 
@@ -86,7 +98,7 @@ def test_whole_groups_are_trained(run):
   record = Record(workdir, "train")
   for step in (1, STEPS):
     groups = [trajectory.group for trajectory in record.read(step)]
-    assert {groups.count(group) for group in groups} == {4 if method == "grpo" else 1}
+    assert {groups.count(group) for group in groups} == {METHODS[method].get("rollout", {}).get("group_size", 1)}
 
 
 def test_there_is_a_critic_only_where_one_is_needed(run):

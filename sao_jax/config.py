@@ -126,7 +126,10 @@ class ModelConfig:
 class AlgorithmConfig:
   """SAO (arXiv 2607.07508): DIS policy loss, skip-observation GAE, K critic updates."""
 
-  advantage: Literal["sao", "grpo", "dr_grpo"] = "sao"  # GAE with a critic | group-relative, no critic | undivided
+  # GAE with a critic, or without one: relative to the group, the same undivided, relative to a running mean of returns.
+  advantage: Literal["sao", "grpo", "dr_grpo", "running_mean"] = "sao"
+  baseline_scope: Literal["prompt", "global"] = "prompt"  # running_mean only: returns of the same prompt, or of all
+  baseline_window: PositiveInt = 8  # the last so many of them
   policy_loss: Literal["dis", "ppo", "cispo", "gspo", "reinforce"] = "dis"  # sao_jax/algorithm/loss_variants.py
   policy_loss_reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # what counts the same
   loss_length: PositiveInt = 1024  # constant only: the loss is divided by trajectories times this
@@ -161,12 +164,17 @@ class AlgorithmConfig:
   @property
   def needs_critic(self) -> bool:
     """False for methods without a critic, which is then neither built nor trained nor saved."""
-    return self.advantage not in ("grpo", "dr_grpo")
+    return self.advantage == "sao"
 
   @property
   def needs_groups(self) -> bool:
     """True for methods that compare rollouts of one prompt with each other."""
     return self.advantage in ("grpo", "dr_grpo")
+
+  @property
+  def needs_baselines(self) -> bool:
+    """True for methods that compare a return with earlier ones."""
+    return self.advantage == "running_mean"
 
   def whitens(self, *, critic_pretrained: bool = False) -> bool:
     """Resolves `whiten_advantages`: auto whitens the advantages of a critic that starts cold."""

@@ -72,6 +72,7 @@ class Trajectory:
     routed_experts: int16 [T, L, k], the experts that the sampler used for the token as it read it, in each of the L
       layers with experts; -1 where it never did, as for the last token. None: not kept.
     sample: its number among the rollouts of its prompt, 0 ... `rollout.group_size` - 1.
+    baseline: what its return is compared with, by an estimator that wants it; None: not known yet.
     turn_rewards: float64 [turns], the reward of every turn, adding up to `reward`; None: the last one has all of it.
 
   >>> trajectory = Trajectory(
@@ -104,6 +105,7 @@ class Trajectory:
   routed_experts: Int[np.ndarray, "T L k"] | None = None
   sample: int = 0
   turn_rewards: Float[np.ndarray, "turns"] | None = None
+  baseline: float | None = None
 
   def __len__(self) -> int:
     return len(self.token_ids)

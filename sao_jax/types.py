@@ -70,6 +70,8 @@ class TrajectoryBatch:
       routers choose. None: they choose everywhere.
     group_ids: int32 [B, T]; 0 on padding, 1, 2, ... for the groups of rollouts of one prompt in the whole batch, whose
       members may lie in different rows. None: rollouts are not compared with each other.
+    baselines: float32 [B, T]; what the return of the token's trajectory is compared with; 0 on padding. None: the
+      estimator of advantages wants none.
     pieces: the trajectories whose segments lie in several rows. None: there are none.
 
   A row of two trajectories, the second with a tool's answer (ids 8, 9) between its turns, and one token of padding, as
@@ -94,6 +96,7 @@ class TrajectoryBatch:
   truncated: Bool[Array, "B T"]
   routed_experts: Int[Array, "B T L k"] | None = None
   group_ids: Int[Array, "B T"] | None = None
+  baselines: Float[Array, "B T"] | None = None
   pieces: Pieces | None = None
 
 

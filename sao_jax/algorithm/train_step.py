@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float
 
 from sao_jax.algorithm import diagnostics
 from sao_jax.algorithm.advantage import sao_advantages, value_targets, value_targets_need_values, whiten_advantages
+from sao_jax.algorithm.baselines import running_mean_advantages
 from sao_jax.algorithm.grpo import dr_grpo_advantages, grpo_advantages
 from sao_jax.algorithm.loss_reduction import loss_scales
 from sao_jax.algorithm.loss_variants import mean_log_ratios, of_trajectories, policy_token_losses
@@ -51,6 +52,7 @@ ADVANTAGES: dict[str, Estimator] = {
   "sao": sao_advantages,
   "grpo": grpo_advantages,
   "dr_grpo": dr_grpo_advantages,
+  "running_mean": running_mean_advantages,
 }
 
 

@@ -38,6 +38,11 @@ IDLE = (
     + _of("algorithm", "freeze_attention", "freeze_router", "freeze_embeddings"),
   ),
   Idle(
+    lambda config: not config.algorithm.needs_baselines,
+    "only algorithm.advantage='running_mean' has a baseline",
+    _of("algorithm", "baseline_scope", "baseline_window"),
+  ),
+  Idle(
     lambda config: config.algorithm.policy_loss == "reinforce",
     "algorithm.policy_loss='reinforce' knows no ratio",
     _of("algorithm", "epsilon_low", "epsilon_high"),

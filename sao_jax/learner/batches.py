@@ -130,8 +130,7 @@ def _packed_alone(
   """Returns the rows of a process that has nobody to agree with."""
   config = learner.config
   routed_shape = config.model.routed_shape if config.algorithm.router_replay else None
-  grouped = config.rollout.group_size > 1
-  return pack(trajectories, row_lengths, row_counts, rows_multiple(learner), routed_shape, grouped=grouped)
+  return pack(trajectories, row_lengths, row_counts, rows_multiple(learner), routed_shape, **_optional_fields(config))
 
 
 def _laid_out(
@@ -139,7 +138,12 @@ def _laid_out(
 ) -> TrajectoryBatch:
   config = learner.config
   routed_shape = config.model.routed_shape if config.algorithm.router_replay else None
-  return lay_out(trajectories, plan, routed_shape, grouped=config.rollout.group_size > 1, pieces=pieces)
+  return lay_out(trajectories, plan, routed_shape, pieces=pieces, **_optional_fields(config))
+
+
+def _optional_fields(config: RunConfig) -> dict[str, bool]:
+  """Fields of a batch that some estimators of advantages want."""
+  return {"grouped": config.rollout.group_size > 1, "baselines": config.algorithm.needs_baselines}
 
 
 def _numbered_globally(rows: TrajectoryBatch, share: int, batch_size: int) -> TrajectoryBatch:

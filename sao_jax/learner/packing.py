@@ -43,6 +43,7 @@ def pack(
   routed_shape: tuple[int, int] | None = None,
   *,
   grouped: bool = False,
+  baselines: bool = False,
 ) -> TrajectoryBatch:
   """Packs trajectories, longest first, each into the fullest row that still holds it, see `row_plan.plan_rows`.
 
@@ -57,6 +58,7 @@ def pack(
     multiple_of: micro-batches times data shards.
     routed_shape: (L, k) packs the routed experts too, -1 for trajectories without any; None leaves them out.
     grouped: numbers the groups of the trajectories, 1, 2, ... in the order of their first rollouts.
+    baselines: packs what each trajectory's return is compared with.
 
   Returns:
     A batch of numpy arrays.
@@ -88,7 +90,7 @@ def pack(
 
   ordered = in_order(trajectories)
   plan = plan_rows(ordered, row_lengths, row_counts)
-  return lay_out(ordered, plan, routed_shape, grouped=grouped)
+  return lay_out(ordered, plan, routed_shape, grouped=grouped, baselines=baselines)
 
 
 def in_order(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -143,13 +145,14 @@ def lay_out(
   routed_shape: tuple[int, int] | None,
   *,
   grouped: bool,
+  baselines: bool = False,
   pieces: bool = False,
 ) -> TrajectoryBatch:
   """Lays the parts of each row out one behind the other, in arrays [B, T].
 
   With `pieces` there is a table of pieces even if no trajectory is cut: another process's may be.
   """
-  batch = _padding(plan.shape, routed_shape, grouped=grouped)
+  batch = _padding(plan.shape, routed_shape, grouped=grouped, baselines=baselines)
   per_token = [_fields(trajectory) for trajectory in trajectories]
   groups = {group: number for number, group in enumerate(sorted({t.group for t in trajectories}), start=1)}
 
@@ -176,10 +179,14 @@ def lay_out(
         batch.routed_experts[at] = trajectory.routed_experts[inside]
       if grouped:
         batch.group_ids[at] = groups[trajectory.group]
+      if baselines:
+        batch.baselines[at] = trajectory.baseline
   return batch.replace(pieces=_pieces(places, plan.shape, always=pieces))
 
 
-def _padding(shape: tuple[int, int], routed_shape: tuple[int, int] | None, *, grouped: bool) -> TrajectoryBatch:
+def _padding(
+  shape: tuple[int, int], routed_shape: tuple[int, int] | None, *, grouped: bool, baselines: bool
+) -> TrajectoryBatch:
   """Returns a batch of padding only: every field as it stands where no token is."""
   return TrajectoryBatch(
     token_ids=np.zeros(shape, dtype=np.int32),
@@ -194,6 +201,7 @@ def _padding(shape: tuple[int, int], routed_shape: tuple[int, int] | None, *, gr
     truncated=np.zeros(shape, dtype=np.bool_),
     routed_experts=None if routed_shape is None else np.full((*shape, *routed_shape), -1, dtype=np.int16),
     group_ids=np.zeros(shape, dtype=np.int32) if grouped else None,
+    baselines=np.zeros(shape, dtype=np.float32) if baselines else None,
   )
 
 

@@ -11,6 +11,7 @@ hundred thousand tokens must not hold up the event loop, nor the trainer.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from sao_jax.rollout.entries import Entry, Finished
 from sao_jax.rollout.evidence import RequiredExperts, check_trajectory
 from sao_jax.rollout.ledger import Ledger
 from sao_jax.rollout.outcomes import BadEvidence, Outcome
+from sao_jax.rollout.running_mean import RunningMeans
 from sao_jax.rollout.staleness import decisive_version, is_stale, mask_all, mask_over_age
 from sao_jax.rollout.statistics import RolloutStatistics, Usage
 
@@ -39,6 +41,13 @@ class Snapshot(NamedTuple):
   intake: dict[str, Any]
   buffer: dict[str, Any]
   trajectories: list[Trajectory]
+
+
+class _InTraining(NamedTuple):
+  """A batch in training: what its tokens are, and the return of each of its prompts."""
+
+  usage: Usage
+  returns: list[tuple[PromptKey, float]]
 
 
 class TrajectoryBuffer:
@@ -62,6 +71,7 @@ class TrajectoryBuffer:
     longest_context: int | None = None,
     version: int = 0,
     make_batch: Callable[[list[Trajectory]], Any] = list,
+    baselines: RunningMeans | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Args:
@@ -74,6 +84,7 @@ class TrajectoryBuffer:
     longest_context: tokens of a row, which must hold each context of a trajectory; None: any number.
     version: the policy version at the start.
     make_batch: makes of its trajectories what `take` returns: in training, rows packed and sharded over the mesh.
+    baselines: gives every trajectory its `baseline` when it is taken, and learns its return when it was trained on.
     clock: seconds.
     """
     self.ledger, self.version = ledger, version
@@ -81,7 +92,8 @@ class TrajectoryBuffer:
     self._max_staleness, self._staleness, self._clock = max_staleness, staleness, clock
     self._train_truncated, self._is_heldout, self._make_batch = train_truncated, is_heldout, make_batch
     self._required_experts, self._longest_context = required_experts, longest_context
-    self._in_training: collections.deque[Usage] = collections.deque()  # one for every batch in training
+    self._baselines = baselines
+    self._in_training: collections.deque[_InTraining] = collections.deque()  # one for every batch in training
     self._gone: list[Finished] = []  # left the buffer, and not freed yet
     self._error: BaseException | None = None
     self._ended: BaseException | None = None
@@ -162,12 +174,12 @@ class TrajectoryBuffer:
     # Everything in proportion to tokens comes after the lock: the rollout side goes on.
     self.free()
     try:
-      used = [self._mask(trajectory, version) for trajectory in original]
+      used = [self._with_baseline(self._mask(trajectory, version)) for trajectory in original]
       usage = self._use(used, version)
     except BaseException:
       self.ledger.take_back()
       raise
-    self._in_training.append(usage)
+    self._in_training.append(_InTraining(usage, [(trajectory.key, trajectory.reward) for trajectory in used]))
     return self._make_batch(used)
 
   def free(self) -> None:
@@ -181,7 +193,9 @@ class TrajectoryBuffer:
     with self.ledger.lock:
       if not self._in_training:
         raise RuntimeError("no batch is in training")
-      usage = self._in_training.popleft()
+      usage, returns = self._in_training.popleft()
+      if self._baselines is not None:
+        self._baselines.add(returns)
       self.statistics.used(usage)
       self._advance(version)
       self._gone += self.ledger.done(usage.outcomes)
@@ -213,6 +227,8 @@ class TrajectoryBuffer:
     with self.ledger.lock:
       intake, admission, trajectories = self.ledger.state()
       state = {"version": self.version, "admission": admission, "statistics": self.statistics.state_dict()}
+      if self._baselines is not None:
+        state["baselines"] = self._baselines.state_dict()
       return Snapshot(intake, state, trajectories)
 
   def restore(self, snapshot: Snapshot) -> None:
@@ -234,6 +250,8 @@ class TrajectoryBuffer:
     with self.ledger.lock:
       self.version = state["version"]
       self.statistics.load_state_dict(state["statistics"])
+      if self._baselines is not None:
+        self._baselines.load_state_dict(state.get("baselines", ()))  # states of another estimator have none
       self._in_training.clear()
       self.ledger.restore(snapshot.intake, state["admission"], finished)
       for reason, rollout_ids in filtered.items():
@@ -290,6 +308,11 @@ class TrajectoryBuffer:
     trajectory = mask_over_age(trajectory, version, self._max_staleness)
     cut = trajectory.status.truncated and not self._train_truncated
     return mask_all(trajectory) if cut or self._is_heldout(trajectory.key) else trajectory
+
+  def _with_baseline(self, trajectory: Trajectory) -> Trajectory:
+    if self._baselines is None:
+      return trajectory
+    return dataclasses.replace(trajectory, baseline=self._baselines.baseline(trajectory.key))
 
   def _use(self, trajectories: list[Trajectory], version: int) -> Usage:
     """Counts what a step is given, and checks that it keeps the bound."""

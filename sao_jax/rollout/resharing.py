@@ -54,6 +54,10 @@ def reshare_rollouts(states: Sequence[State], index: int, count: int) -> State:
     "statistics": _statistics([state["buffer"]["statistics"] for state, _ in states], alone=index == 0),
   }
 
+  # Baselines of all processes go into each, whose prompts are not those that it had.
+  if any("baselines" in state["buffer"] for state, _ in states):
+    buffer["baselines"] = [window for state, _ in states for window in state["buffer"].get("baselines", ())]
+
   # What is rolled out again comes first, in the order of its new numbers; then what nobody has drawn.
   intake = {
     "next_rollout_id": first + len(groups) * size,

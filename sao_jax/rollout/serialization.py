@@ -39,6 +39,7 @@ def trajectories_to_state(trajectories: list[Trajectory]) -> tuple[list[dict[str
       "sample": trajectory.sample,
     }
     | ({} if trajectory.turn_rewards is None else {"turn_rewards": trajectory.turn_rewards.tolist()})
+    | ({} if trajectory.baseline is None else {"baseline": trajectory.baseline})
     for trajectory in trajectories
   ]
   if not trajectories:
@@ -78,6 +79,7 @@ def trajectories_from_state(records: list[dict[str, Any]], arrays: dict[str, np.
         info=record["info"],
         routed_experts=experts,
         sample=record.get("sample", 0),  # states from before there were groups do not say
+        baseline=record.get("baseline"),
         turn_rewards=None if rewards is None else np.asarray(rewards, dtype=np.float64),
         loss_mask=None if np.array_equal(trained, tokens["action_mask"]) else trained,
       )

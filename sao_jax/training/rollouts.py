@@ -22,6 +22,7 @@ from sao_jax.parallel.process import DataShare
 from sao_jax.rollout.buffer import TrajectoryBuffer
 from sao_jax.rollout.ledger import Ledger
 from sao_jax.rollout.rollout_loop import RolloutLoop
+from sao_jax.rollout.running_mean import RunningMeans
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training.consumed import Record
 from sao_jax.training.expectation import Expectation
@@ -230,18 +231,19 @@ def make_rollout_loop(
 ) -> RolloutLoop:
   """Makes the asynchronous loop of this process, not started, on its share of the training prompts."""
   config, tokenizer = learner.config, learner.config.environment.tokenizer()
-  rollout = share_of_batch(config, learner.share.count)
+  rollout, method = share_of_batch(config, learner.share.count), config.algorithm
 
   # From finished trajectories to batches.
   buffer = TrajectoryBuffer(
     Ledger.of(rollout),
     max_staleness=rollout.max_staleness,
     staleness=rollout.staleness,
-    train_truncated=config.algorithm.truncation != "mask",
+    train_truncated=method.truncation != "mask",
     is_heldout=is_heldout,
     required_experts=required_experts(config),
     longest_context=max(rollout.row_lengths),
     version=version,
+    baselines=RunningMeans(method.baseline_window, method.baseline_scope) if method.needs_baselines else None,
   )
 
   # From prompts to finished trajectories.

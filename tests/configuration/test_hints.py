@@ -58,6 +58,7 @@ def test_nothing_is_hinted_at_in_what_is_shipped(config):
     ({"model.d_ff_expert": 32, "algorithm.freeze_router": True}, "model.d_ff_expert, algorithm.freeze_router will"),
     (EXPERTS | {"model.num_dense_layers": 2, "model.d_ff_shared": 8}, "model.d_ff_shared will have no effect"),
     (GRPO | {"algorithm.policy_lambda": 0.9}, "critic nor a discount, so algorithm.policy_lambda will have no effect"),
+    ({"algorithm.baseline_window": 9}, "has a baseline, so algorithm.baseline_window will have no effect"),
     ({"algorithm.loss_length": 9}, "divides by a length, so algorithm.loss_length will have no effect"),
     (
       {"algorithm.policy_lambda": 0.95, "algorithm.alpha": 2.0},

@@ -36,6 +36,16 @@ METHODS = {
     },
     "rollout": {"group_size": 4},
   },
+  "running_mean": {
+    "algorithm": {
+      "advantage": "running_mean",
+      "baseline_scope": "global",
+      "baseline_window": 128,
+      "policy_loss": "cispo",
+      "policy_loss_reduction": "sequence_mean",
+      "critic_warmup_steps": 0,
+    },
+  },
 }
 
 
@@ -99,6 +109,20 @@ def test_whole_groups_are_trained(run):
   for step in (1, STEPS):
     groups = [trajectory.group for trajectory in record.read(step)]
     assert {groups.count(group) for group in groups} == {METHODS[method].get("rollout", {}).get("group_size", 1)}
+
+
+def test_a_running_mean_is_that_of_the_returns_trained_on_before(run):
+  """Over the whole run, across its interruption: the newest 128 returns of earlier steps, in their order."""
+  method, workdir, _ = run
+  if method != "running_mean":
+    assert all(t.baseline is None for t in Record(workdir, "train").read(1))
+    return
+  seen = []
+  for step in range(1, STEPS + 1):
+    batch = Record(workdir, "train").read(step)
+    expected = np.mean(seen[-128:]) if seen else 0.0
+    np.testing.assert_allclose([t.baseline for t in batch], expected, rtol=1e-12)
+    seen += [t.reward for t in batch]
 
 
 def test_there_is_a_critic_only_where_one_is_needed(run):

@@ -28,6 +28,7 @@ from launch._processes import FULL, define_flags, flag_value, joined, joining_of
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree, field_values
 from sao_jax.configuration.listing import listing
+from sao_jax.configuration.methods import method_fields
 from sao_jax.configuration.module_file import load_module
 from sao_jax.configuration.output_folder import check_output_folder
 from sao_jax.configuration.paths import check_readable, check_storable, expand, in_bucket, located
@@ -230,6 +231,7 @@ def read(
   flags.DEFINE_string("config", None, "Python file whose get_config() returns a RunConfig.", flag_values=flag_values)
   flags.DEFINE_string("workdir", None, "Directory of checkpoints, metrics and reports.", flag_values=flag_values)
   flags.DEFINE_integer("seed", None, "Sets training.seed.", lower_bound=0, flag_values=flag_values)
+  flags.DEFINE_string("method", None, "Sets the fields of a method, as in grpo.", flag_values=flag_values)
   flags.DEFINE_string("profile_steps", None, "Sets training.profile_steps, as in 10,12.", flag_values=flag_values)
   define_flags(flag_values)
   app.define_help_flags()
@@ -241,6 +243,8 @@ def read(
   # What is left of the command line once the fields are taken out is for absl.
   overrides, rest = _take_overrides(argv, unchanged)
   read_flags(rest, flag_values, "--workdir=runs/a")
+  if flag_values["method"].value is not None:
+    overrides = {**method_fields(flag_values["method"].value), **overrides}
   if flag_values["seed"].value is not None:
     overrides["training.seed"] = flag_values["seed"].value
   if flag_values["profile_steps"].value is not None:

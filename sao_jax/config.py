@@ -244,6 +244,7 @@ class RolloutConfig:
 
   batch_size: PositiveInt = 128  # trajectories per train step, of all processes together
   group_size: PositiveInt = 1  # rollouts of each prompt; 1 is single-rollout
+  filter_equal_groups: bool = False  # groups of equal returns are left out, others take their place (DAPO)
   admission_staleness: NonNegativeInt = 4  # eta: rollouts from start to step <= (eta + 1) * batch_size; 0: synchronous
   max_staleness: Annotated[int, "[-1, inf)"] = 16  # tau: versions since the oldest token, at consumption; -1: any
   staleness: Literal["drop", "mask"] = "drop"  # what happens to a trajectory (its over-age tokens) beyond tau

@@ -23,7 +23,7 @@ from sao_jax.types import TrajectoryBatch
 
 
 class Steps(NamedTuple):
-  """What the recursion of GAE runs over.
+  """The steps that the recursion of GAE runs over.
 
   Attributes:
     mask: the tokens that a step stands on.

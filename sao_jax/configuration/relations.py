@@ -275,6 +275,13 @@ def _advantage(config: RunConfig) -> Iterator[ConfigError]:
       "Leave algorithm.whiten_advantages at auto, or set it to False.",
     )
 
+  if rollout.filter_equal_groups and not algorithm.needs_groups:
+    yield ConfigError(
+      "rollout.filter_equal_groups",
+      f"algorithm.advantage={algorithm.advantage!r} compares no rollouts within groups.",
+      "Set it to False, or use algorithm.advantage=grpo.",
+    )
+
   # Some methods have no critic.
   if algorithm.needs_critic:
     return

@@ -21,12 +21,14 @@ from sao_jax.episode import PromptKey, Trajectory
 from sao_jax.rollout.entries import Entry, Finished
 from sao_jax.rollout.evidence import RequiredExperts, check_trajectory
 from sao_jax.rollout.ledger import Ledger
-from sao_jax.rollout.outcomes import BadEvidence, Outcome
+from sao_jax.rollout.outcomes import BadEvidence, NothingButEqualGroups, Outcome
 from sao_jax.rollout.running_mean import RunningMeans
 from sao_jax.rollout.staleness import decisive_version, is_stale, mask_all, mask_over_age
 from sao_jax.rollout.statistics import RolloutStatistics, Usage
 
 log = logging.getLogger(__name__)
+
+MOST_EQUAL = 10  # times what may be under way, of rollouts in groups of equal returns without another one between
 
 
 class Snapshot(NamedTuple):
@@ -72,6 +74,7 @@ class TrajectoryBuffer:
     version: int = 0,
     make_batch: Callable[[list[Trajectory]], Any] = list,
     baselines: RunningMeans | None = None,
+    filter_equal_groups: bool = False,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Args:
@@ -85,6 +88,7 @@ class TrajectoryBuffer:
     version: the policy version at the start.
     make_batch: makes of its trajectories what `take` returns: in training, rows packed and sharded over the mesh.
     baselines: gives every trajectory its `baseline` when it is taken, and learns its return when it was trained on.
+    filter_equal_groups: filters groups of equal returns, which say nothing to those who compare within groups.
     clock: seconds.
     """
     self.ledger, self.version = ledger, version
@@ -92,7 +96,7 @@ class TrajectoryBuffer:
     self._max_staleness, self._staleness, self._clock = max_staleness, staleness, clock
     self._train_truncated, self._is_heldout, self._make_batch = train_truncated, is_heldout, make_batch
     self._required_experts, self._longest_context = required_experts, longest_context
-    self._baselines = baselines
+    self._baselines, self._filters_equal, self._equal_groups = baselines, filter_equal_groups, 0
     self._in_training: collections.deque[_InTraining] = collections.deque()  # one for every batch in training
     self._gone: list[Finished] = []  # left the buffer, and not freed yet
     self._error: BaseException | None = None
@@ -105,7 +109,8 @@ class TrajectoryBuffer:
   def put(self, trajectory: Trajectory) -> bool:
     """Takes over a finished rollout that was in flight; never waits for space.
 
-    Returns False when it was over age already, and is dropped, or when its outcome was known before.
+    Returns False when it was over age already, and is dropped, when it completes a group that is filtered, or when its
+    outcome was known before.
 
     Raises:
       BadEvidence: it cannot be trained on; it stays in flight, and the caller's to give an outcome.
@@ -116,7 +121,7 @@ class TrajectoryBuffer:
       if trajectory.rollout_id in self.ledger.in_flight():  # else it was cancelled, and has been counted
         self.statistics.generated(trajectory, finished.num_sampled)
       if not self._is_stale(finished):
-        return self.ledger.finish(trajectory.rollout_id, finished)
+        return self.ledger.finish(trajectory.rollout_id, finished) and not self._filter_equal(trajectory.rollout_id)
       others = self.ledger.fail(trajectory.rollout_id, *self._stale())
       if others is not None:
         self._count_dropped([finished, *others])
@@ -308,6 +313,21 @@ class TrajectoryBuffer:
     trajectory = mask_over_age(trajectory, version, self._max_staleness)
     cut = trajectory.status.truncated and not self._train_truncated
     return mask_all(trajectory) if cut or self._is_heldout(trajectory.key) else trajectory
+
+  def _filter_equal(self, rollout_id: int) -> bool:
+    """Under the lock: filters the group that a rollout has completed, if all of its returns are equal."""
+    group = self.ledger.complete_group(rollout_id) if self._filters_equal else {}
+    returns = {finished.trajectory.reward for finished in group.values()}
+    if len(returns) != 1:
+      self._equal_groups = 0 if group else self._equal_groups
+      return False
+
+    # Its place is free for the next prompt; the dispatch of others goes on.
+    self._gone += self.ledger.cancel(group, Outcome.FILTERED, "equal returns")
+    self._equal_groups += 1
+    if self._equal_groups * len(group) >= MOST_EQUAL * self.ledger.limit:
+      self.fail(NothingButEqualGroups(self._equal_groups, *returns))
+    return True
 
   def _with_baseline(self, trajectory: Trajectory) -> Trajectory:
     if self._baselines is None:

@@ -143,6 +143,13 @@ class Ledger:
     with self.lock:
       return {number: entry.finished for number, entry in self._entries.items() if entry.place is Place.BUFFERED}
 
+  def complete_group(self, rollout_id: int) -> dict[int, Finished]:
+    """The finished rollouts of the group that a rollout belongs to, by id; none while one of them is missing."""
+    with self.lock:
+      group = self._group(rollout_id)
+      members = self._members(group) if self._is_complete(group) else ()
+      return {number: self._entries[number].finished for number in members}
+
   def in_flight(self) -> dict[int, Entry]:
     """The rollouts in flight, by rollout id."""
     with self.lock:

@@ -113,6 +113,16 @@ class NothingButBadEvidence(RunError):
     self.__cause__ = last
 
 
+class NothingButEqualGroups(RunError):
+  """So many groups in a row had equal returns that no batch will fill."""
+
+  def __init__(self, groups: int, value: float):
+    super().__init__(
+      f"rollout.filter_equal_groups: {groups} groups in a row had equal returns, the last one {value:g}: the prompts "
+      "are too hard, or too easy. Choose others, or set it to False."
+    )
+
+
 class EnvironmentDown(RunError):
   """One environment did nothing but fail for `rollout.outage_seconds`; the last failure is the cause.
 

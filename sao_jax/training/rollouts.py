@@ -244,6 +244,7 @@ def make_rollout_loop(
     longest_context=max(rollout.row_lengths),
     version=version,
     baselines=RunningMeans(method.baseline_window, method.baseline_scope) if method.needs_baselines else None,
+    filter_equal_groups=rollout.filter_equal_groups,
   )
 
   # From prompts to finished trajectories.

@@ -126,6 +126,7 @@ GROUPED = {"model.router": "sigmoid", "model.num_experts": 8, "model.num_expert_
     ),
     ({"rollout.group_size": 3}, "rollout.batch_size", "128 trajectories do not divide into groups of 3", "a multiple"),
     (GRPO | {"rollout.group_size": 1}, "rollout.group_size", "there is 1 of each", "2 or more"),
+    ({"rollout.filter_equal_groups": True}, "rollout.filter_equal_groups", "no rollouts within", "advantage=grpo"),
     (GRPO | {"algorithm.whiten_advantages": True}, "algorithm.whiten_advantages", "equal rewards", "at auto"),
     (
       GRPO | {"algorithm.critic_warmup_steps": 10},

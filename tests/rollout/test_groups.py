@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import json
 import time
 import zlib
@@ -233,16 +234,23 @@ def test_half_finished_groups_survive(stop_first):
   assert stats["submitted"] == stats["trained"] == 24
 
 
-def deterministic_run(timing: int) -> tuple[list, dict]:
+def deterministic_run(timing: int, **options) -> tuple[list, dict]:
   """(trajectories trained on, outcomes) of a deterministic run whose delays depend on `timing`, and its faults not."""
   delays = np.random.default_rng(timing)
 
   class Environment(FakeEnvironment):
+    long = False  # the last action
+
     async def step(self, action_ids):
       await asyncio.sleep(float(delays.uniform(0, 0.004)))
       if zlib.crc32(action_ids.tobytes()) % 6 == 0:
         raise InfrastructureFailure("fake", "gone")
-      return await super().step(action_ids)
+      self.long = len(action_ids) > 3
+      result = await super().step(action_ids)
+      return dataclasses.replace(result, reward=float(self.long)) if result.done else result
+
+    async def on_truncated(self, status):
+      return float(self.long)
 
   trained, version = [], 0
   engine = FakeEngine(SamplerConfig(num_slots=8, context_length=64, decode_steps=4))
@@ -254,6 +262,7 @@ def deterministic_run(timing: int) -> tuple[list, dict]:
       deterministic=True,
       admission_staleness=1,
       **GROUPS,
+      **options,
     )
     with Running(loop):
       for _ in range(5):
@@ -274,6 +283,13 @@ def test_a_deterministic_run_with_groups_repeats_itself_whatever_the_timing():
   trained, outcomes = deterministic_run(timing=0)
   assert len(trained) == outcomes[Outcome.TRAINED] == 40 and outcomes[Outcome.FAILED_INFRASTRUCTURE] >= 8
   assert deterministic_run(timing=1) == (trained, outcomes)
+
+
+def test_it_repeats_itself_when_groups_of_equal_returns_are_filtered():
+  trained, outcomes = deterministic_run(timing=0, filter_equal_groups=True)
+  assert len(trained) == outcomes[Outcome.TRAINED] == 40 and outcomes[Outcome.FILTERED] > 0
+  assert all(len({reward for *_, reward in trained[start : start + 4]}) == 2 for start in range(0, 40, 4))
+  assert deterministic_run(timing=1, filter_equal_groups=True) == (trained, outcomes)
 
 
 def test_a_trajectory_keeps_its_sample_through_storage_and_old_ones_are_groups_of_one():

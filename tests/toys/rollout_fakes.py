@@ -211,6 +211,7 @@ def make_loop(
     Ledger.of(config),
     max_staleness=config.max_staleness,
     staleness=config.staleness,
+    filter_equal_groups=config.filter_equal_groups,
   )
   return RolloutLoop(
     make_environment,

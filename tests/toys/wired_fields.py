@@ -117,6 +117,7 @@ FIELDS = {
   "algorithm.advantage": Field("sao", seen_by="tests/training/test_methods.py"),
   "algorithm.epsilon_low": Field(0.4, at(TRAIN, "dis_policy_loss.epsilon_low")),
   "algorithm.epsilon_high": Field(4.5, at(TRAIN, "dis_policy_loss.epsilon_high")),
+  "rollout.filter_equal_groups": Field(False, seen_by="tests/rollout/test_equal_groups.py"),
   "algorithm.baseline_scope": Field("prompt", seen_by="tests/training/test_methods.py"),
   "algorithm.baseline_window": Field(8, seen_by="tests/training/test_methods.py"),
   "algorithm.policy_loss": Field("dis", seen_by="tests/algorithm/test_loss_variants.py"),

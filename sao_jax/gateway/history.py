@@ -18,7 +18,7 @@ Normal = tuple[Any, ...]
 
 
 class History:
-  """What an agent has sent in its last request, and what it was answered.
+  """The last request of an agent, and the answer to it.
 
   >>> history = History(ChatRequest(messages=({"role": "user", "content": "12*7?"},)))
   >>> history.answered(Answer(content="84", finish_reason="stop"))

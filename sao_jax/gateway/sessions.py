@@ -18,9 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from sao_jax.gateway.exchange import Answer, ChatRequest, CompletionRequest, Emit, RequestRefused
-
-FORBIDDEN = "permission_error"  # OpenAI's type of error; no client tries such a request again
+from sao_jax.gateway.exchange import UNAUTHORIZED, Answer, ChatRequest, CompletionRequest, Emit, RequestRefused
 
 T = TypeVar("T")
 
@@ -292,4 +290,4 @@ class Session:
 
 
 def _over(reason: str) -> RequestRefused:
-  return RequestRefused(403, f"The session is closed: {reason}.", kind=FORBIDDEN, code="session_closed")
+  return RequestRefused(401, f"The session is closed: {reason}.", kind=UNAUTHORIZED, code="session_closed")

@@ -109,7 +109,7 @@ def test_a_reward_ends_everything_else():
     session.give_reward(0.5)
     with pytest.raises(RequestRefused) as refused:
       await queued
-    assert (refused.value.status, refused.value.code) == (403, "session_closed")
+    assert (refused.value.status, refused.value.code) == (401, "session_closed")
     with pytest.raises(RequestRefused):
       await session.chat(request("c"))
 

@@ -257,6 +257,9 @@ class RolloutConfig:
   outage_seconds: PositiveFloat = 300.0  # of nothing but failures of an environment; then the run stops with its name
   row_lengths: Sizes = (128, 256)  # packed row lengths T; the smallest that holds the longest trajectory
   row_counts: Sizes = (32, 64, 128)  # numbers of packed rows B; a batch that needs more gets a multiple of one
+  difficulty_floor: Annotated[float, "[0.01, 1]"] = 1.0  # least chance of a prompt by its pass rate; 1: no filter
+  difficulty_decay: Annotated[float, "[0, 1]"] = 0.9  # weight of a prompt's earlier rollouts, at each further one
+  difficulty_passes: float = 1.0  # return, as it is trained on, from which on a rollout has passed
   max_in_flight: NonNegativeInt = 0  # episodes at the same time, parked beyond the sampler's slots; 0: as many as slots
   deterministic: bool = False  # rollouts in rounds, each under one version: a run that can be repeated bit for bit
   record: bool = False  # keep what every train step consumed, for launch.replay; deterministic runs always do

@@ -193,8 +193,12 @@ class TrajectoryBuffer:
       gone, self._gone = self._gone, []
     del gone
 
-  def batch_done(self, version: int) -> None:
-    """The oldest batch in training is trained on, and the parameters that it led to are published as `version`."""
+  def batch_done(self, version: int) -> list[Trajectory]:
+    """The oldest batch in training is trained on, and the parameters that it led to are published as `version`.
+
+    Returns:
+      The batch, as it was sampled, in the order of rollout ids.
+    """
     with self.ledger.lock:
       if not self._in_training:
         raise RuntimeError("no batch is in training")
@@ -203,7 +207,9 @@ class TrajectoryBuffer:
         self._baselines.add(returns)
       self.statistics.used(usage)
       self._advance(version)
-      self._gone += self.ledger.done(usage.outcomes)
+      batch = self.ledger.done(usage.outcomes)
+      self._gone += batch
+      return [finished.trajectory for finished in batch]
 
   def set_version(self, version: int) -> None:
     """A new version was published without a batch (after a restore, for example)."""

@@ -16,14 +16,14 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from sao_jax.config import RolloutConfig
 from sao_jax.environments.base import Environment
-from sao_jax.episode import BadPrompt, EnvironmentFailure, PromptKey
+from sao_jax.episode import BadPrompt, EnvironmentFailure, PromptKey, Trajectory
 from sao_jax.rollout.bad_prompts import IN_A_ROW, BadPrompts
 from sao_jax.rollout.buffer import Snapshot, TrajectoryBuffer
 from sao_jax.rollout.entries import Rollout
@@ -77,6 +77,7 @@ class RolloutLoop:
     max_in_flight: int,
     temperature: float = 1.0,
     watchdog_seconds: float = 600.0,
+    on_trained: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None,
   ):
     """Args:
     make_environment: a fresh environment for one episode.
@@ -89,10 +90,11 @@ class RolloutLoop:
     max_in_flight: episodes at the same time, usually the sampler's slots; the ledger may allow fewer.
     temperature: of sampling.
     watchdog_seconds: silence after which the run stops, unless it is the trainer's turn.
+    on_trained: called with the trajectories of a train step that has ended, while no prompt is drawn.
     """
     self.error: BaseException | None = None
     self.buffer, self.ledger = buffer, buffer.ledger
-    self._prompts, self._max_in_flight = prompts, max_in_flight
+    self._prompts, self._max_in_flight, self._on_trained = prompts, max_in_flight, on_trained
     self._outages = Outages(config.outage_seconds, in_rounds=config.deterministic, stop=self._fail, wake=self._wake)
     self._bad_prompts, self._filtered_in_a_row = BadPrompts(), 0
 
@@ -160,7 +162,7 @@ class RolloutLoop:
     """Tells that `version` is published; the oldest batch in training, if there is one, is thereby trained on."""
     with self._between_prompts():
       if self.ledger.batches_in_training:
-        self.buffer.batch_done(version)
+        self._on_trained(self.buffer.batch_done(version))
       else:
         self.buffer.set_version(version)
       if self._lockstep is not None:  # nothing is in flight, and under the lock nothing can start

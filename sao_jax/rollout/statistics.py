@@ -23,6 +23,7 @@ SUMS = (
   "masked_tokens",
   "cancelled",
   "retries",
+  "excluded_prompts",
   "trainer_wait_seconds",
   "steps",
   "seconds",

@@ -12,7 +12,7 @@ from typing import Any
 import grain  # noqa: F401
 import numpy as np
 
-from sao_jax.config import RunConfig
+from sao_jax.config import RolloutConfig, RunConfig
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.episode import PromptKey, Trajectory
 from sao_jax.interrupt import POLL, StopSignal
@@ -20,13 +20,15 @@ from sao_jax.learner.batches import agreed_batch, required_experts
 from sao_jax.learner.setup import Learner, share_of_batch
 from sao_jax.parallel.process import DataShare
 from sao_jax.rollout.buffer import TrajectoryBuffer
+from sao_jax.rollout.difficulty import DifficultyFilter
 from sao_jax.rollout.ledger import Ledger
+from sao_jax.rollout.prompt_stream import PromptStream
 from sao_jax.rollout.rollout_loop import RolloutLoop
 from sao_jax.rollout.running_mean import RunningMeans
 from sao_jax.sampler.service import SamplerService
 from sao_jax.training.consumed import Record
 from sao_jax.training.expectation import Expectation
-from sao_jax.training.phases import VALUE_PRETRAINING, prompt_seed
+from sao_jax.training.phases import TRAIN, VALUE_PRETRAINING, prompt_seed
 from sao_jax.training.step_metrics import StepMetrics, Waits
 from sao_jax.types import PyTree
 
@@ -247,10 +249,14 @@ def make_rollout_loop(
     filter_equal_groups=rollout.filter_equal_groups,
   )
 
-  # From prompts to finished trajectories.
+  # From prompts to finished trajectories. The critic's pretraining wants all prompts.
+  prompts, on_trained = _prompts(config, tokenizer, phase, learner.share), lambda trajectories: None
+  if phase == TRAIN and rollout.difficulty_floor < 1.0:
+    prompts = _filtered(prompts, rollout, prompt_seed(config, phase), buffer)
+    on_trained = prompts.note
   return RolloutLoop(
     lambda: config.environment.make(tokenizer),
-    _prompts(config, tokenizer, phase, learner.share),
+    prompts,
     service,
     buffer,
     rollout,
@@ -259,7 +265,19 @@ def make_rollout_loop(
     max_in_flight=_places(config),
     temperature=config.sampler.temperature,
     watchdog_seconds=config.training.watchdog_seconds,
+    on_trained=on_trained,
   )
+
+
+def _filtered(prompts: PromptStream, rollout: RolloutConfig, seed: int, buffer: TrajectoryBuffer) -> DifficultyFilter:
+  """Filters prompts by their difficulty; the buffer's statistics count those that are left out."""
+
+  def count() -> None:
+    with buffer.ledger.lock:
+      buffer.statistics.add("excluded_prompts")
+
+  floor, decay, passes = rollout.difficulty_floor, rollout.difficulty_decay, rollout.difficulty_passes
+  return DifficultyFilter(prompts, floor=floor, decay=decay, passes=passes, seed=seed, on_excluded=count)
 
 
 def _prompts(config: RunConfig, tokenizer: Any, phase: str, share: DataShare) -> Any:

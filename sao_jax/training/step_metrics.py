@@ -138,7 +138,7 @@ class StepMetrics:
     metrics |= environment_metrics(trajectories)
 
     # What the rollout side did since the last call, and how far what is used differs from what is generated.
-    metrics |= {name: since[name] for name in ("masked_tokens", "retries", "cancelled")}
+    metrics |= {name: since[name] for name in ("masked_tokens", "retries", "cancelled", "excluded_prompts")}
     metrics |= {
       "generated_latency_mean": _ratio(since["generated_latency"], since["generated"]),
       "used_latency_mean": _ratio(since["used_latency"], since["used"]),

@@ -16,6 +16,8 @@ from sao_jax.rollout import rollout_loop
 from sao_jax.rollout.outcomes import check_identity
 from sao_jax.rollout.serialization import trajectories_to_state
 
+SINCE = ("cancelled", "steps", "seconds", "busy_seconds", "excluded_prompts")  # sums that states from then do not have
+
 
 def through_storage(state, arrays):
   """JSON and npz without pickle."""
@@ -161,7 +163,7 @@ def test_a_state_of_before_the_ledger_goes_on():
   assert all(record.pop("sample") == 0 for record in state["trajectories"])
   statistics = state["buffer"]["statistics"]
   assert statistics.pop("recent_seconds") == []
-  assert all(statistics["sums"].pop(name) == 0 for name in ("cancelled", "steps", "seconds", "busy_seconds"))
+  assert all(statistics["sums"].pop(name) == 0 for name in SINCE)
   statistics["sums"] |= {
     name: saved["state"]["buffer"]["statistics"]["sums"][name] for name in ("slot_seconds", "busy_slot_seconds")
   }

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -203,6 +203,7 @@ def make_loop(
   slots: int = 8,
   watchdog_seconds: float = 600.0,
   context_length: int = CONTEXT_LENGTH,
+  on_trained: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None,
   **config,
 ) -> RolloutLoop:
   """A loop that is not started; `config` overrides fields of `CONFIG`."""
@@ -223,6 +224,7 @@ def make_loop(
     vocab_size=VOCAB_SIZE,
     max_in_flight=slots,
     watchdog_seconds=watchdog_seconds,
+    on_trained=on_trained,
   )
 
 

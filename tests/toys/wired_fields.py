@@ -233,6 +233,9 @@ FIELDS = {
   ),
   "rollout.environment_retries": Field(4, at(EPISODES, "EpisodeRunner.retries")),
   "rollout.outage_seconds": Field(200.0, at(EPISODES, "EpisodeRunner.outages.seconds")),
+  "rollout.difficulty_floor": Field(0.25, at(TRAIN, "DifficultyFilter.floor")),
+  "rollout.difficulty_decay": Field(0.5, at(TRAIN, "DifficultyFilter.decay")),
+  "rollout.difficulty_passes": Field(0.75, at(TRAIN, "DifficultyFilter.passes")),
   "rollout.row_lengths": Field(
     (40, 56),
     at(SFT, "pack[-1].row_lengths")

@@ -34,7 +34,7 @@ from sao_jax.learner import batches, packing, setup
 from sao_jax.models import critic, policy, router, transformer
 from sao_jax.parallel import mesh
 from sao_jax.report import episode_samples, run_log, success_rate
-from sao_jax.rollout import buffer, ledger, rollout_loop, runner
+from sao_jax.rollout import buffer, difficulty, ledger, rollout_loop, runner
 from sao_jax.rollout.calls import call_environment
 from sao_jax.sampler import engine, sampling
 from sao_jax.training import consumed, loop, phases, profile, rollouts, sft
@@ -46,6 +46,7 @@ from toys.wired_fields import EVALUATE, PRETRAIN, SAMPLE, SFT, TRAIN
 MADE = (
   *(checkpointer.Checkpointer, run_log.RunLog, episode_samples.EpisodeSamples, pinned.PinnedEvaluation),
   *(buffer.TrajectoryBuffer, ledger.Ledger, rollout_loop.RolloutLoop, runner.EpisodeRunner, rollouts.Rollouts),
+  *(difficulty.DifficultyFilter,),
   *(engine.Engine, sampling.SamplingRule, value_loss.ScalarHead, value_loss.HLGaussHead, phases.Phase, profile.Profile),
 )
 CALLED = (

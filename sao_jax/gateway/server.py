@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from absl import logging
-
-from sao_jax.errors import ConfigError
 from sao_jax.gateway.admission_gate import Gate
 from sao_jax.gateway.app import DEFAULT_LIMITS, Limits, make_app
 from sao_jax.gateway.exchange import Backends, Endpoint, RequestRefused
+from sao_jax.gateway.listening import listen
 
 KEEP_ALIVE = 75  # seconds for which an idle connection stays open: agents think between two requests
 LEFT_OVER = 2  # seconds for connections to close, once the requests on them have ended
@@ -35,6 +32,7 @@ class GatewayServer:
     *,
     host: str = "127.0.0.1",
     port: int = 0,
+    listener: socket.socket | None = None,
     endpoints: Sequence[Endpoint] = (),
     health: Callable[[], Mapping[str, Any]] = dict,
     limits: Limits = DEFAULT_LIMITS,
@@ -46,6 +44,7 @@ class GatewayServer:
       backends: knows the keys.
       host: an address of this machine. Other machines reach any but a loopback address, without encryption.
       port: 0 for a free one.
+      listener: a socket of `listen`, in place of `host` and `port`.
       endpoints: further routes.
       health: facts for `/health`; called in the server's event loop.
       limits: bounds of a request.
@@ -55,13 +54,8 @@ class GatewayServer:
       ConfigError: a package is missing, the address is not free, or others could come in without a key.
     """
     # Bad input, before anything is taken.
-    try:
-      import uvicorn
-    except ImportError as error:
-      problem = f"The package uvicorn is not installed ({error})."
-      raise ConfigError("gateway", problem, "Run: pip install -e '.[serve]'") from error
-    if not _is_loopback(host):
-      _check_open(backends, host)
+    listener = listener or listen(host, port, keyed=_wants_key(backends))
+    import uvicorn
 
     # The application, and a server that leaves signals and logs to the program around it.
     self._gate, self._grace = Gate(limits.requests), grace
@@ -80,9 +74,9 @@ class GatewayServer:
     )
     self._server = uvicorn.Server(settings)
 
-    # The socket listens from now on, so that nobody has to wait for the thread.
-    self._socket = _bound(host, port)
-    self._host, self._port = host, self._socket.getsockname()[1]
+    # The socket listens already, so that nobody has to wait for the thread.
+    self._socket = listener
+    self._host, self._port = listener.getsockname()[:2]
     self._loop: asyncio.AbstractEventLoop | None = None
     self._stopping = asyncio.Event()
     self._ready = threading.Event()
@@ -142,30 +136,9 @@ class GatewayServer:
     await serving
 
 
-def _bound(host: str, port: int) -> socket.socket:
-  """Returns a socket that listens."""
-  family = socket.AF_INET6 if ":" in host else socket.AF_INET
-  try:
-    return socket.create_server((host, port), family=family, backlog=2048)
-  except (OSError, OverflowError) as error:
-    problem = f"cannot listen on {host}, port {port}: {error}."
-    raise ConfigError("port", problem, "Take another port, or 0 for a free one.") from error
-
-
-def _is_loopback(host: str) -> bool:
-  if host == "localhost":
-    return True
-  try:
-    return ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    return False
-
-
-def _check_open(backends: Backends, host: str) -> None:
-  """Lets other machines in only with a key, and says that they can come."""
+def _wants_key(backends: Backends) -> bool:
   try:
     backends.find("")
   except RequestRefused:
-    logging.warning("other machines reach this server at %s, and what they send is not encrypted", host)
-    return
-  raise ConfigError("host", f"{host} can be reached from other machines.", "Set a key, or listen on 127.0.0.1.")
+    return True
+  return False

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 
+import openai
 import pytest
 from toys import processes
 from toys.paths import REPOSITORY
 
 from sao_jax.report.metrics import read_metrics
 
+TOKENS = {"return_token_ids": True}
 COMMON = ("--config=tests/toys/training_toy.py", "--config.algorithm.critic_warmup_steps=1")
 
 
@@ -62,6 +64,21 @@ def interrupted(workdir, pretrained):
   process.send_signal(signal.SIGINT)
   output, _ = process.communicate(timeout=120)
   return process.returncode, output
+
+
+def test_a_policy_is_served_until_ctrl_c(workdir):
+  process = start("serve", workdir, "--port=0", "--key=sk-toy", "--phase=sft")
+  lines = iter(process.stdout.readline, "")
+  url = next(line for line in lines if "served at " in line).split()[-1]
+  with openai.OpenAI(base_url=url, api_key="sk-toy", max_retries=0) as client:
+    (model,) = client.models.list()
+    answer = client.completions.create(model=model.id, prompt=[1, 2], max_tokens=4, extra_body=TOKENS)
+    assert set(answer.choices[0].policy_versions) == {0}
+    with pytest.raises(openai.AuthenticationError):
+      client.with_options(api_key="sk-other").models.list()
+  process.send_signal(signal.SIGINT)
+  output, _ = process.communicate(timeout=60)
+  assert process.returncode == 0 and "Traceback" not in output, output
 
 
 def test_every_phase_starts_from_the_one_before_it(workdir, pretrained, interrupted):

@@ -14,6 +14,8 @@ EXTRAS = {
   "data": ["pyarrow>=18,<27"],  # parquet files, and folders that `datasets` saves
   "serve": ["starlette>=1,<2", "uvicorn>=0.40,<1", "httptools>=0.6,<1"],  # the gateway's HTTP server
   "report": ["matplotlib>=3.9,<4", "tensorboardX>=2.6.2,<3", "jinja2>=3.1,<4"],
+  "wandb": ["wandb>=0.26,<1"],  # experiment trackers, training.trackers
+  "trackio": ["trackio>=0.20,<1"],
   "gcs": ["gcsfs>=2026.1"],  # runs in a bucket, gs://
   "cuda": ["jax[cuda13]>=0.10.2,<0.12"],
   "tpu": ["jax[tpu]>=0.10.2,<0.12"],

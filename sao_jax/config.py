@@ -318,6 +318,8 @@ class TrainingConfig:
   keep_checkpoints: PositiveInt = 2  # the newest ones
   keep_best: NonNegativeInt = 0  # those of greatest held-out success, too; each version that is evaluated is then saved
   log_every: PositiveInt = 1
+  trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)  # beside metrics.jsonl
+  tracker_project: str = "sao_jax"  # that wandb and trackio list the run under
   lock_seconds: NonNegativeFloat = 60.0  # wait for another run in the same workdir, which may still be saving
   audit: bool = True  # compare sampler and learner log-probs before the first step
   audit_tolerance: PositiveFloat = 1e-4  # max |delta log-prob|; raise it for bf16

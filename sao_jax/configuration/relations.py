@@ -7,6 +7,7 @@ made.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from absl import logging
@@ -51,6 +52,7 @@ def broken_relations(config: RunConfig, *, training: bool) -> Iterator[ConfigErr
   yield from _advantage(config)
   if training:
     yield from _kept(config)
+    yield from _trackers(config.training.trackers)
     yield from _ratios(config.sampler)
     yield from _sampler_groups(config)
   yield from _lengths(config)
@@ -435,6 +437,14 @@ def _kept(config: RunConfig) -> Iterator[ConfigError]:
   if config.training.keep_best and not config.evaluation.every:
     problem = "no version is evaluated, so none is the best."
     yield ConfigError("training.keep_best", problem, "Set evaluation.every, or keep_best to 0.")
+
+
+def _trackers(names: tuple[str, ...]) -> Iterator[ConfigError]:
+  """Trackers that are asked for by name are there; TensorBoard, the default, may be missing."""
+  for name in names:
+    if name != "tensorboard" and importlib.util.find_spec(name) is None:
+      remedy = f'Run: pip install -e ".[{name}]", or leave {name} out.'
+      yield ConfigError("training.trackers", f"the package {name} is missing.", remedy)
 
 
 def _durations(config: RunConfig) -> Iterator[ConfigError]:

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON line per step, the same numbers for TensorBoard, and reading them back.
+"""Metrics of a run: one JSON line per step, the same numbers for experiment trackers, and reading them back.
 
 The JSONL file is the record. Each line is written at once, so a kill loses at most the line in progress. A resumed run
 first drops the lines beyond its restored step, so no step appears twice.
@@ -11,7 +11,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 
 from sao_jax.configuration.paths import located
 from sao_jax.report.line_file import LineFile
-from sao_jax.report.tensorboard import TensorBoardEvents
+from sao_jax.report.trackers import make_trackers
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -31,18 +31,31 @@ class MetricsWriter:
   is installed; otherwise the log says so once, and the JSONL file is written all the same.
   """
 
-  def __init__(self, workdir: str | os.PathLike, phase: str = "train", *, restored_step: int | None = None):
+  def __init__(
+    self,
+    workdir: str | os.PathLike,
+    phase: str = "train",
+    *,
+    restored_step: int | None = None,
+    trackers: Sequence[str] = ("tensorboard",),
+    project: str = "sao_jax",
+  ):
     """Opens the files, and drops this phase's lines beyond `restored_step`; lines of other phases stay.
 
-    `restored_step` is the last step whose effects the restored state contains. None is a fresh start of the phase: all
-    its lines are dropped.
+    Args:
+      workdir: the run's folder.
+      phase: name of the phase.
+      restored_step: the last step whose effects the restored state contains. None is a fresh start of the phase: all
+        its lines are dropped.
+      trackers: where the scalars go as well, see `trackers`.
+      project: the name that trackers list the run under.
     """
     self._phase = phase
     path = pathlib.Path(workdir) / METRICS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     drop_lines_after(path, phase, restored_step)
     self._file = LineFile(path)
-    self._tensorboard = TensorBoardEvents(path.parent / "tensorboard" / phase, restored_step)
+    self._trackers = make_trackers(trackers, path.parent, phase, restored_step, project)
 
   def write(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Writes the line {"step", "phase", **metrics}.
@@ -53,12 +66,14 @@ class MetricsWriter:
     line = {"step": int(step), "phase": self._phase} | {key: to_json(value) for key, value in metrics.items()}
     self._file.append(line)
     scalars = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
-    self._tensorboard.write(int(step), scalars)
+    for tracker in self._trackers:
+      tracker.write(int(step), scalars)
 
   def close(self) -> None:
-    """Closes both files; further calls do nothing."""
+    """Closes the file and the trackers; further calls do nothing."""
     self._file.close()
-    self._tensorboard.close()
+    for tracker in self._trackers:
+      tracker.close()
 
   def __enter__(self) -> MetricsWriter:
     return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -28,6 +28,8 @@ class RunLog:
     max_skipped_updates: int = 10,
     facts: Mapping[str, str] | None = None,
     writes: bool = True,
+    trackers: Sequence[str] = ("tensorboard",),
+    project: str = "sao_jax",
   ):
     """Opens the metrics file, without its lines beyond `restored_step`.
 
@@ -41,8 +43,11 @@ class RunLog:
       max_skipped_updates: steps in a row whose updates are not finite, from which on the phase has `diverged`.
       facts: display names of metrics, as in {"reward": "reward_mean"}.
       writes: False in the other processes of a run, which leave files and display to the first one.
+      trackers: of `training.trackers`.
+      project: the name that they list the run under.
     """
-    self._writer = MetricsWriter(workdir, phase, restored_step=restored_step) if writes else None
+    metrics = {"restored_step": restored_step, "trackers": trackers, "project": project}
+    self._writer = MetricsWriter(workdir, phase, **metrics) if writes else None
     self._progress = Progress(phase, total=total, start=start) if writes else None
     self._delayed = DelayedFetch()
     self._every, self._names = every, dict(facts or {})

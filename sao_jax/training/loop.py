@@ -340,6 +340,8 @@ def _make_log(config: RunConfig, workdir: pathlib.Path, phase: Phase, start: Sta
     max_skipped_updates=config.training.max_skipped_updates,
     facts=FACTS,
     writes=writes,
+    trackers=config.training.trackers,
+    project=config.training.tracker_project,
   )
 
 

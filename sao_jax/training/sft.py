@@ -137,6 +137,8 @@ def sft(config: RunConfig, workdir: str | os.PathLike, *, validated: bool = Fals
       max_skipped_updates=settings.max_skipped_updates,
       facts=FACTS,
       writes=processes.is_writer,
+      trackers=settings.trackers,
+      project=settings.tracker_project,
     ) as log:
       while step < config.sft.steps:
         # Step: still running when the metrics of the step before are logged. All processes stop together.

@@ -399,6 +399,7 @@ def test_every_field_is_checked_or_free_on_purpose():
   free |= {"algorithm.value_bins", "algorithm.value_min", "algorithm.value_max"}  # of one head alone: a relation
   free |= {f"mesh.{axis}" for axis in ("data", "fsdp", "expert", "tensor", "context")}  # make_mesh, with the devices
   free |= {"sampler.mesh"}  # the same
+  free |= {"training.tracker_project"}
   fields = {path for path, value, _ in config_tree.leaves(VALID) if not isinstance(value, bool)}
   free |= {"evaluation.success_threshold", "rollout.difficulty_passes"}  # returns may be anything
   free |= {"algorithm.whiten_advantages"}  # one name beside true and false
@@ -409,6 +410,7 @@ def test_every_field_is_checked_or_free_on_purpose():
     "model.indexer_types",
     "sampler.window_buckets",
     "training.profile_steps",
+    "training.trackers",
   }  # entries
   assert fields - {*CHOICES, *BOUNDED} == free | of_tuples
   seeds = {"training.seed", "evaluation.seed"}

@@ -307,6 +307,8 @@ FIELDS = {
   "training.keep_checkpoints": Field(5, at(LEARN, "Checkpointer[0].keep")),
   "training.keep_best": Field(3, at(RL, "Checkpointer[0].best", shows=lambda best: best.count)),
   "training.log_every": Field(3, at(LEARN, "RunLog.every")),
+  "training.trackers": Field((), at(LEARN, "RunLog.trackers")),
+  "training.tracker_project": Field("wired", at(LEARN, "RunLog.project")),
   "training.max_skipped_updates": Field(7, at(LEARN, "RunLog.max_skipped_updates")),
   "training.lock_seconds": Field(45.0, at(LEARN, "run_lock.patience")),
   "training.audit": Field(False, at(RL, lambda calls: [bool(calls.made["compare"])])),

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 from sao_jax.chat.conversation import ChatRenderer
 from sao_jax.chat.hf_tokenizer import HFTokenizer
 from sao_jax.chat.template import Message
-from sao_jax.data.prompts import check_split, split_of
 from sao_jax.data.tokenizer import ByteTokenizer, Tokenizer
 from sao_jax.environments.chat_environment import ChatEnvironment, Reply
 from sao_jax.environments.game_table import GameTable, Opponent, View
+from sao_jax.environments.seeds import seeds_of
 from sao_jax.environments.textarena_games import load_game
 from sao_jax.environments.tool_output import MIN_TOKENS, clip_tokens
 from sao_jax.episode import EnvironmentFailure, Prompt, PromptKey, Status
@@ -92,16 +92,6 @@ class TextGame:
   def _threads(self) -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(self.threads, thread_name_prefix=f"games of {self.name}")
 
-  @functools.cached_property
-  def _seeds(self) -> dict[str, list[int]]:
-    """The first seeds of each split, by the hash of the game and the seed."""
-    seeds: dict[str, list[int]] = {"train": [], "heldout": []}
-    number = 0
-    while min(map(len, seeds.values())) < self.num_prompts:
-      seeds[split_of(f"{self.game} {number}")].append(number)
-      number += 1
-    return {split: numbers[: self.num_prompts] for split, numbers in seeds.items()}
-
   def tokenizer(self) -> Tokenizer:
     return self._renderer.tokenizer
 
@@ -114,7 +104,7 @@ class TextGame:
     Raises:
       ConfigError: the game cannot be played here, or not with so many players.
     """
-    numbers = self._seeds[check_split(split)]
+    numbers = seeds_of(self.game, split, self.num_prompts)
     seats = range(self.players) if self.seat is None else [self.seat]
     prompts = [
       Prompt(PromptKey(self.name, index, 0), {"seed": number, "seat": seats[index % len(seats)]})

@@ -1,6 +1,6 @@
-"""Measures the held-out success of a policy in a workdir, the newest by default, with its confidence interval.
+"""Measures the held-out success of a policy in a workdir, the newest by default, or runs a published benchmark.
 
-python -m launch.evaluate --workdir=runs/calculator [--phase=sft] [--step=300]
+python -m launch.evaluate --workdir=runs/calculator [--phase=sft] [--step=300] [--suite=aime25 --suite_data=DIR]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import flags, logging
 
-from launch import _flags
+from launch import _flags, _suites
 from sao_jax import interrupt
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree
@@ -25,10 +25,14 @@ _PHASE = flags.DEFINE_enum(
   "phase", "", ["", "base", "sft", "train"], "Whose policy; base: model.checkpoint. By default the newest."
 )
 _STEP = flags.DEFINE_string("step", "", "Step of a checkpoint that was kept, or best. By default the newest.")
+_SUITE = flags.DEFINE_string("suite", "", "A published benchmark, as aime25, in place of the held-out prompts.")
 
 
 def main(config: RunConfig, workdir: str) -> None:
   """Logs the result and writes it to `workdir/evaluation_<phase>.json`, behind the phase with --step."""
+  if _SUITE.value:
+    _suites.evaluate(config, workdir, _SUITE.value, _PHASE.value, _STEP.value)
+    return
   learner = setup.make_learner(config)
   processes = all_processes()
   with interrupt.Interrupt() as own_stop:

@@ -1,6 +1,6 @@
-"""Records of data sets on a disk or in a bucket, by number: JSON lines, parquet, and what `datasets` saves.
+"""Records of data sets on a disk or in a bucket, by number: JSON lines, parquet, CSV, and what `datasets` saves.
 
-    questions.jsonl, questions.parquet        one file
+    questions.jsonl, .parquet, .csv           one file
     folder/train-00000-of-00002.parquet ...   a folder of such files, as data sets are published; a split by its name
     folder/dataset_dict.json, .../state.json  what `save_to_disk` of the package `datasets` writes
 
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sao_jax.data.arrow_records import ArrowRecords, ParquetRecords
+from sao_jax.data.csv_records import CSVRecords
 from sao_jax.data.json_lines import JSONLines
 from sao_jax.data.parts import ends_of, locate, total
 from sao_jax.data.places import place_of
@@ -24,7 +25,7 @@ from sao_jax.data.tfds_source import json_value
 from sao_jax.episode import BadPrompt, Prompt, PromptKey
 from sao_jax.errors import ConfigError
 
-JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
+JSON_LINES, PARQUET, CSV = (".jsonl", ".ndjson"), (".parquet",), (".csv",)
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")  # names that files of a split begin with
 
 
@@ -88,10 +89,12 @@ def _field(record: Mapping[str, Any], field: str, place: str) -> Any:
   return value
 
 
-def _open(file: str, columns: Sequence[str]) -> JSONLines | ParquetRecords | ArrowRecords:
+def _open(file: str, columns: Sequence[str]) -> JSONLines | CSVRecords | ParquetRecords | ArrowRecords:
   """Opens one file by its kind."""
   if file.endswith(JSON_LINES):
     return JSONLines(file)
+  if file.endswith(CSV):
+    return CSVRecords(file, columns)
   return ParquetRecords(file, columns) if file.endswith(PARQUET) else ArrowRecords(file, columns)
 
 
@@ -103,9 +106,9 @@ def _files(path: str, split: str) -> list[str]:
   """
   place = place_of(path)
   if not place.is_dir():
-    if not path.endswith((*JSON_LINES, *PARQUET)):
-      kinds = ", ".join((*JSON_LINES, *PARQUET))
-      remedy = f"Name a file ({kinds}), a folder of such files, or one that datasets.save_to_disk has written."
+    kinds = (*JSON_LINES, *PARQUET, *CSV)
+    if not path.endswith(kinds):
+      remedy = f"Name a file ({', '.join(kinds)}), a folder of them, or one that datasets.save_to_disk has written."
       problem = "is no kind of file that can be read" if place.exists() else "is not there"
       raise ConfigError("data", f"{path} {problem}.", remedy)
     if split:

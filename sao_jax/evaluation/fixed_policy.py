@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from absl import logging
 
@@ -29,6 +30,9 @@ from sao_jax.sampler.state import MAX_STOP_IDS
 
 CHECKED_PROMPTS = 16
 
+T = TypeVar("T")
+Outcome = Trajectory | Exception  # of an episode: what it left, or why there is none
+
 
 def run_episodes(
   config: RunConfig,
@@ -39,7 +43,7 @@ def run_episodes(
   first_rollout_id: int = 0,
   interrupt: StopSignal | None = None,
 ) -> tuple[list[Trajectory], list[Exception]]:
-  """Runs one episode per prompt, as many at once as there are slots.
+  """Runs one episode per prompt, see `run_rollouts`.
 
   Args:
     config: the run's configuration.
@@ -50,41 +54,71 @@ def run_episodes(
     interrupt: ends all episodes when the process is asked to stop.
 
   Returns:
-    The trajectories in the order of the prompts, and what went wrong with the others: failures of environments that
-    outlasted `rollout.environment_retries`, an outage that outlasted `rollout.outage_seconds`, evidence that cannot be
-    trusted, or a prompt that nobody can attempt (a `BadPrompt`). Those prompts have no outcome, which is not the same
-    as reward 0.
+    The trajectories in the order of the prompts, and what went wrong with the others.
 
   Raises:
-    Interrupted: the process was asked to stop.
-    RolloutSilent: nothing has happened for `training.watchdog_seconds`.
+    Interrupted, RolloutSilent: as `run_rollouts`.
 
   Example:
     source = config.environment.prompts(config.environment.tokenizer(), "heldout", 0)
     with make_service(config, make_publisher(learner)(params), seed=0) as service:
       trajectories, failures = run_episodes(config, service, [source[0]], temperature=1.0)
   """
+  rollouts = [Rollout(number, prompt) for number, prompt in enumerate(prompts, first_rollout_id)]
+  results = run_rollouts(config, service, rollouts, temperature=temperature, interrupt=interrupt)
+  trajectories = [result for result in results if isinstance(result, Trajectory)]
+  return trajectories, [result for result in results if not isinstance(result, Trajectory)]
+
+
+def run_rollouts(
+  config: RunConfig,
+  service: SamplerService,
+  rollouts: Sequence[Rollout],
+  *,
+  temperature: float,
+  interrupt: StopSignal | None = None,
+  keep: Callable[[Rollout, Outcome], T] = lambda rollout, outcome: outcome,
+) -> list[T]:
+  """Runs episodes, as many at once as there are slots.
+
+  Args:
+    config: the run's configuration.
+    service: a started sampler.
+    rollouts: the tasks; with the sampler's seed their ids determine all random keys.
+    temperature: sampling temperature; 0 chooses the most probable token.
+    interrupt: ends all episodes when the process is asked to stop.
+    keep: called with each episode's outcome when it ends, on the event loop; what it returns is kept.
+
+  Returns:
+    What is kept, in the order of the rollouts, by default the outcomes: trajectories, failures of environments that
+    outlasted `rollout.environment_retries`, an outage that outlasted `rollout.outage_seconds`, evidence that cannot be
+    trusted, or a prompt that nobody can attempt (a `BadPrompt`). All but trajectories are no outcome of the prompt,
+    which is not the same as reward 0.
+
+  Raises:
+    Interrupted: the process was asked to stop.
+    RolloutSilent: nothing has happened for `training.watchdog_seconds`.
+  """
   activity = Activity(lambda: service.progress)
 
   def look(event_loop: asyncio.AbstractEventLoop) -> None:
     if activity.silence > config.training.watchdog_seconds:
       tasks = describe_tasks(asyncio.all_tasks(event_loop))
-      raise RolloutSilent(f"nothing has happened for {activity.silence:.0f} s in {len(prompts)} episodes\n{tasks}")
+      raise RolloutSilent(f"nothing has happened for {activity.silence:.0f} s in {len(rollouts)} episodes\n{tasks}")
 
-  prompts = list(prompts)
-  episodes = _run_all(config, service, prompts, temperature, first_rollout_id, activity)
+  episodes = _run_all(config, service, rollouts, temperature, activity, keep)
   return run_in_background(episodes, interrupt=interrupt, look=look)
 
 
 async def _run_all(
   config: RunConfig,
   service: SamplerService,
-  prompts: Sequence[Prompt],
+  rollouts: Sequence[Rollout],
   temperature: float,
-  first_rollout_id: int,
   activity: Activity,
-) -> tuple[list[Trajectory], list[Exception]]:
-  """Runs all episodes in one event loop; returns trajectories and failures, see `run_episodes`."""
+  keep: Callable[[Rollout, Outcome], T],
+) -> list[T]:
+  """Runs all episodes in one event loop; returns what is kept of each, see `run_rollouts`."""
   tokenizer = config.environment.tokenizer()
   tasks: dict[asyncio.Task, Rollout] = {}
   down: dict[str, EnvironmentDown] = {}  # environments that were given up
@@ -109,7 +143,10 @@ async def _run_all(
   # As many episodes at a time as the sampler has slots; a failure is the result of its own episode alone.
   free_slots = asyncio.Semaphore(config.sampler.num_slots)
 
-  async def run_one(rollout: Rollout) -> Trajectory | Exception:
+  async def run_one(rollout: Rollout) -> T:
+    return keep(rollout, await outcome_of(rollout))
+
+  async def outcome_of(rollout: Rollout) -> Outcome:
     try:
       async with free_slots:
         return await runner.run(rollout)
@@ -122,12 +159,9 @@ async def _run_all(
       return down[rollout.prompt.key.environment]
 
   # Results come in the order of the prompts, whichever episode ends first.
-  for number, prompt in enumerate(prompts, first_rollout_id):
-    rollout = Rollout(number, prompt)
-    tasks[asyncio.create_task(run_one(rollout), name=f"rollout {number}")] = rollout
-  results = await asyncio.gather(*tasks)
-  trajectories = [result for result in results if isinstance(result, Trajectory)]
-  return trajectories, [result for result in results if not isinstance(result, Trajectory)]
+  for rollout in rollouts:
+    tasks[asyncio.create_task(run_one(rollout), name=f"rollout {rollout.rollout_id}")] = rollout
+  return await asyncio.gather(*tasks)
 
 
 def read_prompts(source: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[BadPrompt]]:

@@ -112,9 +112,8 @@ def evaluate(
   # Each held-out prompt is used once: a repeated one would narrow the interval without telling anything new.
   settings = config.evaluation
   if not share.brings:
-    if service is None and place(config).follows:  # samples for the process that leads its sampler
-      with make_service(config, params, seed=settings.seed, version=version) as follower:
-        follower.wait(lambda: interrupt is not None and interrupt.requested)  # which tells the others
+    if service is None:
+      follow(config, params, version, interrupt)
     return Evaluation(success(0, 0, settings.confidence), float("nan"), float("nan"), 0, version, [])
   source = config.environment.prompts(config.environment.tokenizer(), "heldout", settings.seed)
   if len(source) < settings.prompts:
@@ -157,6 +156,13 @@ def evaluate(
     skipped=skipped + len(damaged),
     environments=success_sums(trajectories, settings.success_threshold, names),
   )
+
+
+def follow(config: RunConfig, params: PyTree, version: int, interrupt: StopSignal | None = None) -> None:
+  """Samples for the process that leads this one's sampler, until that has ended; returns at once without one."""
+  if place(config).follows:
+    with make_service(config, params, seed=config.evaluation.seed, version=version) as follower:
+      follower.wait(lambda: interrupt is not None and interrupt.requested)  # which tells the others
 
 
 def merged(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import sys
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sao_jax.data import arrow_records
+from sao_jax.data.csv_records import CSVRecords
 from sao_jax.data.json_lines import JSONLines
 from sao_jax.data.prompts import make_prompt_iterator
 from sao_jax.data.records import RecordPrompts
@@ -59,6 +61,41 @@ def test_every_line_is_what_json_makes_of_it(tmp_path_factory, rows, bom, last_l
   for index, (row, _) in enumerate(rows):
     number = int(records.place(index).rpartition(":")[2])
     assert json.loads(lines[number - 1].decode("utf-8-sig")) == row
+
+
+@given(
+  rows=st.lists(st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0")), min_size=2,
+    max_size=2), max_size=6),
+  bom=st.booleans(),
+  end=st.sampled_from(["\n", "\r\n"]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_every_record_of_a_csv_file_is_what_csv_makes_of_it(tmp_path_factory, rows, bom, end):
+  path = tmp_path_factory.getbasetemp() / "rows.csv"
+  with path.open("w", encoding="utf-8-sig" if bom else "utf-8", newline="") as file:
+    writer = csv.writer(file, lineterminator=end)
+    writer.writerows([["q", "a b"], *rows])
+  with path.open(encoding="utf-8-sig", newline="") as file:
+    expected = [*csv.DictReader(file)]
+  records = CSVRecords(path, ["q", "a b"])
+  assert [records[index] for index in reversed(range(len(records)))] == expected[::-1]
+
+
+def test_a_csv_file_is_read_by_its_fields_and_damaged_records_are_named(tmp_path):
+  path = tmp_path / "x.csv"
+  path.write_text('Problem,Short Answer\n"two\nlines, ""so""",1\n\none,2,3\nlast,4')
+  prompts = RecordPrompts(path, environment="e", fields={"question": "Problem", "answer": "Short Answer"})
+  assert [prompts[index].data for index in (0, 2)] == [
+    {"question": 'two\nlines, "so"', "answer": "1"},
+    {"question": "last", "answer": "4"},
+  ]
+  with pytest.raises(BadPrompt, match=r"x\.csv:5 has 3 values for 2 fields"):
+    prompts[1]
+  with pytest.raises(ConfigError, match=r"(?s)no column \['a', 'q'\].*Choose among \['Problem', 'Short Answer'\]"):
+    open_prompts(path)
+  path.write_bytes(b"q,a\n\xff,1\n")
+  with pytest.raises(ConfigError, match="has no comma-separated values"):
+    open_prompts(path)
 
 
 def test_damaged_lines_are_refused_by_file_and_line_and_the_others_are_read(tmp_path):
@@ -158,7 +195,7 @@ def test_a_folder_of_files_is_read_by_split_in_the_order_of_their_names(tmp_path
   [
     ("missing.jsonl", "", "Cannot read .*missing.jsonl"),
     ("missing.parquet", "", "Cannot read .*missing.parquet|pyarrow"),
-    ("table.csv", "", "no kind of file"),
+    ("table.txt", "", "no kind of file"),
     ("nothing", "", "is not there"),
     ("x.jsonl", "test", "is one file"),
     ("", "test", "no files of split 'test'"),
@@ -166,7 +203,7 @@ def test_a_folder_of_files_is_read_by_split_in_the_order_of_their_names(tmp_path
 )
 def test_what_cannot_be_opened_is_refused_before_the_run(tmp_path, name, split, found):
   write_lines(tmp_path / "x.jsonl")
-  (tmp_path / "table.csv").touch()
+  (tmp_path / "table.txt").touch()
   with pytest.raises(ConfigError, match=found):
     open_prompts(tmp_path / name, split)
 

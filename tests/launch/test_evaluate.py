@@ -6,11 +6,14 @@ import json
 import math
 import types
 
+import jax
 import pytest
-from toys import training_toy
+from toys import suite_toy, training_toy
 from toys.wiring import program_module
 
 from sao_jax.evaluation.heldout import Evaluation
+from sao_jax.evaluation.suite_episodes import read_episodes
+from sao_jax.learner import placement
 from sao_jax.parallel.process import WHOLE
 from sao_jax.report.success_rate import success
 
@@ -22,6 +25,7 @@ def test_an_evaluation_that_could_grade_nothing_writes_null_and_fails(tmp_path, 
   nothing = Evaluation(success(0, 0), math.nan, math.nan, ungraded, policy_version=3, trajectories=[])
   monkeypatch.setattr(evaluate, "_PHASE", types.SimpleNamespace(value=""))
   monkeypatch.setattr(evaluate, "_STEP", types.SimpleNamespace(value="3" if ungraded else ""))
+  monkeypatch.setattr(evaluate, "_SUITE", types.SimpleNamespace(value=""))
   monkeypatch.setattr(evaluate.setup, "make_learner", lambda config: types.SimpleNamespace(share=WHOLE))
   monkeypatch.setattr(evaluate.sampler_side, "make_publisher", lambda learner: lambda params: params)
   monkeypatch.setattr(
@@ -40,3 +44,34 @@ def test_an_evaluation_that_could_grade_nothing_writes_null_and_fails(tmp_path, 
   assert record["heldout_success"] is None and record["heldout_reward"] is None
   assert record["heldout_trials"] == 0 and record["heldout_ungraded"] == ungraded
   assert str(nothing.success) == "undefined (nothing was graded)"
+
+
+def test_a_suite_is_run_by_the_policy_of_a_workdir_whatever_was_run_before(tmp_path, monkeypatch, capsys):
+  """The real sampler: what one command runs, and what two run one after the other, is the same, token for token."""
+  monkeypatch.setattr(placement, "local_devices", lambda: tuple(jax.devices()[:1]))
+  suites = evaluate._suites
+  learner = suites.setup.make_learner(suite_toy.get_config())
+  params = suites.setup.init_policy_params(learner, 0)
+  policy = suites.phases.LatestPolicy(params, 5, "train", "runs/a/train/7")
+  monkeypatch.setattr(suites.setup, "make_learner", lambda config: learner)
+  monkeypatch.setattr(suites.phases, "latest_policy", lambda *arguments: policy)
+  data = suite_toy.write_lines(
+    tmp_path / "aime" / "test.jsonl", [{"problem": question, "answer": answer} for question, answer in suite_toy.ROWS]
+  )
+
+  def run(workdir, runs, problems=None):
+    given = {"DATA": str(data.parent), "TOOLS": "none", "RUNS": runs, "PROBLEMS": problems, "JUDGE": ""}
+    for name, value in (given | {"JUDGE_MODEL": ""}).items():
+      monkeypatch.setattr(suites, f"_{name}", types.SimpleNamespace(value=value))
+    (tmp_path / workdir).mkdir(exist_ok=True)
+    suites.evaluate(suite_toy.get_config(), str(tmp_path / workdir), "aime25", "", "")
+    record = json.loads((tmp_path / workdir / "suite_aime25_7.json").read_text())
+    return record, read_episodes(tmp_path / workdir / "suite_aime25_7")
+
+  whole = run("whole", 2)
+  assert "runs/a/train/7, version 5\nAIME 2025: 4 problems, 2 runs" in capsys.readouterr().out
+  record, episodes = whole
+  assert (record["phase"], record["step"], record["policy_version"], record["episodes"]) == ("train", 7, 5, 8)
+  assert len({episode.tokens for episode in episodes.values()}) > 1 and record["tools"] == "none"
+  assert run("parts", 1, problems=3)[0]["problems"] == 3
+  assert run("parts", 2) == whole

@@ -252,7 +252,7 @@ def _begin(phase: str, config: RunConfig, patch: pytest.MonkeyPatch) -> None:
       return
 
     program = program_module(phase)
-    for flag, value in (("_PHASE", ""), ("_STEP", ""), ("_PROMPT", 0), ("_TEMPERATURE", 0.25)):
+    for flag, value in (("_PHASE", ""), ("_STEP", ""), ("_SUITE", ""), ("_PROMPT", 0), ("_TEMPERATURE", 0.25)):
       if hasattr(program, flag):
         patch.setattr(program, flag, types.SimpleNamespace(value=value))
     with contextlib.suppress(ConfigError, SystemExit):  # no episode was run

@@ -1,7 +1,7 @@
-"""Episodes on fixed weights, outside the asynchronous loop: held-out success, the audit, single samples.
+"""Episodes on fixed weights, outside the asynchronous loop: held-out success, benchmarks, the audit, single samples.
 
-One policy version and prompts enter; trajectories leave, and from them success rates with confidence intervals, or the
-largest difference between the log-probs of sampler and learner.
+One policy version and prompts enter; trajectories leave, and from them success rates with confidence intervals, the
+numbers of a published benchmark, or the largest difference between the log-probs of sampler and learner.
 """
 
 from __future__ import annotations
@@ -9,5 +9,6 @@ from __future__ import annotations
 from sao_jax.evaluation.audit import audit_sampler
 from sao_jax.evaluation.fixed_policy import run_episodes
 from sao_jax.evaluation.heldout import Evaluation, evaluate
+from sao_jax.evaluation.suite import SUITES
 
-__all__ = ["Evaluation", "audit_sampler", "evaluate", "run_episodes"]
+__all__ = ["Evaluation", "SUITES", "audit_sampler", "evaluate", "run_episodes"]

@@ -27,7 +27,7 @@ FILES = "episodes.*.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class SuiteEpisode:
-  """What is kept of one episode.
+  """Record of one episode.
 
   Attributes:
     problem: its number in the data.

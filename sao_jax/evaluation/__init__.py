@@ -9,6 +9,6 @@ from __future__ import annotations
 from sao_jax.evaluation.audit import audit_sampler
 from sao_jax.evaluation.fixed_policy import run_episodes
 from sao_jax.evaluation.heldout import Evaluation, evaluate
-from sao_jax.evaluation.suite import SUITES
+from sao_jax.evaluation.suite import find_suite
 
-__all__ = ["Evaluation", "SUITES", "audit_sampler", "evaluate", "run_episodes"]
+__all__ = ["Evaluation", "audit_sampler", "evaluate", "find_suite", "run_episodes"]

@@ -92,8 +92,13 @@ class DockerSandbox:
     return docker
 
   @classmethod
-  async def start(cls, image: str, limits: SandboxLimits = DEFAULT_LIMITS) -> DockerSandbox:
+  async def start(cls, image: str, limits: SandboxLimits = DEFAULT_LIMITS, hidden: Sequence[str] = ()) -> DockerSandbox:
     """Starts a container; it must be closed.
+
+    Args:
+      image: its image.
+      limits: of all that runs in it.
+      hidden: absolute paths of folders of the image that are empty inside.
 
     Raises:
       InfrastructureFailure: it did not start.
@@ -103,7 +108,7 @@ class DockerSandbox:
       raise InfrastructureFailure(NAME, "docker is not installed", retryable=False)
     name = f"sao-jax-{secrets.token_hex(8)}"
     first = subprocess.Popen(
-      container_command(docker, name, image, limits),
+      container_command(docker, name, image, limits, hidden),
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
@@ -319,10 +324,13 @@ def _environment_options(environment: Mapping[str, str] | None) -> list[str]:
   return [word for key, value in variables.items() for word in ("--env", f"{key}={value}")]
 
 
-def container_command(docker: str, name: str, image: str, limits: SandboxLimits) -> list[str]:
+def container_command(
+  docker: str, name: str, image: str, limits: SandboxLimits, hidden: Sequence[str] = ()
+) -> list[str]:
   """Makes the command that starts a container with nothing but what an agent needs."""
   small = f"rw,exec,nosuid,nodev,size={limits.disk},nr_inodes={limits.files},mode=1777"
   folders = ["--read-only", "--tmpfs", f"{WORK}:{small}", "--tmpfs", f"/tmp:{small}", "--shm-size", str(limits.disk)]
+  folders += [word for path in hidden for word in ("--tmpfs", f"{path}:ro,size=4096")]
   rights = ["--network", "none", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--ipc", "private"]
   sizes = ["--memory", str(limits.memory), "--memory-swap", str(limits.memory)]
   sizes += ["--pids-limit", str(limits.processes + 4)]  # with docker's own two and a pair that kills

@@ -72,6 +72,15 @@ class Grading:
       raise self._unreadable(prompt)
     return answer, check_reward(score_answer(scorer, answer, gold), self.name)
 
+  def score_now(self, answer: str | None, prompt: Prompt) -> float:
+    """Scores a trusted answer, such as an expert's, in this process; by a scorer that has a name only."""
+    if answer is None:
+      return 0.0
+    if not isinstance(self.scorer, str):
+      problem = f"{type(self.scorer).__name__} scores no demonstrations."
+      raise ConfigError("environment.scorer", problem, "Choose another scorer for SFT.")
+    return check_reward(score_answer(find_scorer(self.scorer), answer, prompt.data["answer"]), self.name)
+
   def _check_with(self, prompt: Prompt) -> None:
     try:
       self.scorer.check_gold(prompt.data["answer"])

@@ -71,7 +71,7 @@ class QuestionAnswer:
     check_scorer(self.scorer)
     if self.answer_in not in ("tags", "reply"):
       raise ConfigError("environment.answer_in", f"{self.answer_in!r} is no place.", 'Use "tags" or "reply".')
-    if self.system_prompt and not self.tokenizer_folder:
+    if self.system_prompt and not self.is_chat:
       remedy = "Name a tokenizer_folder, or leave it None."
       raise ConfigError("environment.system_prompt", "The byte tokenizer has no system role.", remedy)
 
@@ -84,14 +84,33 @@ class QuestionAnswer:
     """Scores the answers."""
     return Grading(self.name, self.scorer, processes=self.grader_processes, timeout=self.grader_timeout)
 
+  @property
+  def is_chat(self) -> bool:
+    """Tells if questions are posed by messages."""
+    return bool(self.tokenizer_folder)
+
+  @property
+  def fields(self) -> dict[str, str]:
+    """The fields of a record by the names that `Prompt.data` has for them."""
+    return {"question": self.question, "answer": self.answer}
+
+  @property
+  def instruction(self) -> str:
+    """The system prompt of a chat, "" for none."""
+    if self.system_prompt is not None:
+      return self.system_prompt
+    return INSTRUCTION if self.answer_in == "tags" else ""
+
   @functools.cached_property
-  def _renderer(self) -> ChatRenderer:
-    return ChatRenderer(HFTokenizer(self.tokenizer_folder), options=self.template_options)
+  def renderer(self) -> ChatRenderer:
+    """The tokenizer and template of chats."""
+    tokenizer = HFTokenizer(self.tokenizer_folder) if self.tokenizer_folder else ByteTokenizer()
+    return ChatRenderer(tokenizer, options=self.template_options)
 
   @functools.cached_property
   def _splits(self) -> dict[str, Questions]:
     """The questions of both splits; without a held-out set the questions of `data` are read once, for their hashes."""
-    source, chat = _open(self, self.data, self.split), bool(self.tokenizer_folder)
+    source, chat = _open(self, self.data, self.split), self.is_chat
     if self.heldout_data or self.heldout_split:
       heldout = _open(self, self.heldout_data or self.data, self.heldout_split)
       return {"train": Questions(source, chat=chat), "heldout": Questions(heldout, chat=chat)}
@@ -101,10 +120,10 @@ class QuestionAnswer:
     return {split: Questions(source, indices, chat=chat) for split, indices in chosen.items()}
 
   def tokenizer(self) -> Tokenizer:
-    return self._renderer.tokenizer if self.tokenizer_folder else ByteTokenizer()
+    return self.renderer.tokenizer if self.tokenizer_folder else ByteTokenizer()
 
   def make(self, tokenizer: Tokenizer) -> Environment:
-    return ChatEpisode(self, self._renderer) if self.tokenizer_folder else ByteEpisode(self, tokenizer)
+    return ChatEpisode(self) if self.tokenizer_folder else ByteEpisode(self, tokenizer)
 
   def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
     if not isinstance(self.scorer, str):
@@ -113,9 +132,8 @@ class QuestionAnswer:
 
   def messages(self, question: Question) -> list[Message]:
     """Writes the conversation before the answer; a system prompt goes behind that of the question, if it has one."""
-    wanted = INSTRUCTION if self.system_prompt is None and self.answer_in == "tags" else self.system_prompt
     asked = [{"role": "user", "content": question}] if isinstance(question, str) else read_messages(question)
-    return with_instruction(asked, wanted or "")
+    return with_instruction(asked, self.instruction)
 
   def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
     """Says the right answer at once."""
@@ -123,7 +141,7 @@ class QuestionAnswer:
     question, tags = prompt.data["question"], self.answer_in == "tags"
     if self.tokenizer_folder:
       said = f"<answer>{answer}</answer>" if tags else answer
-      return chat_episode(self._renderer, self.messages(question), said, reward)
+      return chat_episode(self.renderer, self.messages(question), said, reward)
     return byte_episode(tokenizer, text_of(question), answer, reward, marked=tags)
 
 
@@ -168,7 +186,7 @@ class Questions(Sequence[Prompt]):
 
 def _open(settings: QuestionAnswer, data: str, split: str) -> Sequence[Prompt]:
   """Opens a data set as prompts of question and answer."""
-  fields = {"question": settings.question, "answer": settings.answer}
+  fields = settings.fields
   if data.startswith(TFDS):
     folder = settings.tfds_folder or None
     name = data.removeprefix(TFDS)
@@ -206,8 +224,8 @@ class ByteEpisode(Environment):
 class ChatEpisode(ChatEnvironment):
   """One question, one answer, as a chat."""
 
-  def __init__(self, settings: QuestionAnswer, renderer: ChatRenderer):
-    super().__init__(settings.name, renderer)
+  def __init__(self, settings: QuestionAnswer):
+    super().__init__(settings.name, settings.renderer)
     self._settings = settings
 
   async def open(self, prompt: Prompt) -> Sequence[Message]:

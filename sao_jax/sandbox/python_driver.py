@@ -100,12 +100,15 @@ def run(code: str, namespace: dict[str, Any], name: str) -> str:
         namespace["_"] = value
         sys.stdout.write(f"{value!r}\n")
   except BaseException as error:  # also what ends a program: it must not end this one
-    return describe(error)
+    return describe(error, one_line=len(code.strip().splitlines()) == 1)
   return ""
 
 
-def describe(error: BaseException) -> str:
-  """Writes a short traceback: of what raised, the frames of the code itself and the last one."""
+def describe(error: BaseException, *, one_line: bool) -> str:
+  """Writes a short traceback: of what raised, the frames of the code itself and the last one.
+
+  Of code with one line, nothing but the exception: its place is known.
+  """
   try:
     frames = traceback.extract_tb(error.__traceback__)
     kept = [frame for place, frame in enumerate(frames) if is_call(frame.filename) or place == len(frames) - 1]
@@ -113,9 +116,12 @@ def describe(error: BaseException) -> str:
     # Without columns, which would be marked below each line.
     stack = [traceback.FrameSummary(frame.filename, frame.lineno, frame.name) for frame in kept]
     stack = stack if len(stack) <= MAX_FRAMES else [stack[0], *stack[1 - MAX_FRAMES :]]
-    said = "".join(traceback.TracebackException(type(error), error, None).format_exception_only())
-    lines = "".join(traceback.format_list(stack))
-    text = f"Traceback (most recent call last):\n{lines}{said}" if stack else said
+    said = list(traceback.TracebackException(type(error), error, None).format_exception_only())
+    if one_line and len(stack) <= 1:
+      text = said[-1]
+    else:
+      lines = traceback.format_list(stack)
+      text = "".join(["Traceback (most recent call last):\n" if lines else "", *lines, *said])
   except BaseException:  # its own methods may do anything
     text = f"{type(error).__name__}, which cannot be shown\n"
   half = MAX_ERROR // 2

@@ -135,11 +135,11 @@ def _removed_if_refused(folder: str | None) -> Iterator[None]:
     raise
 
 
-def run_tool(main: Callable[[], Any], *, example: str, joins: bool = False) -> NoReturn:
+def run_tool(main: Callable[..., Any], *, example: str, joins: bool = False, takes_arguments: bool = False) -> NoReturn:
   """Runs a program without a configuration: its own flags, and the errors, help and statuses of `run`; never returns.
 
   `example` is a flag of it, to show how flags are written. With `joins` it may take several processes, if flags or
-  variables say so.
+  variables say so. With `takes_arguments` `main` gets a list of what stands beside the flags.
   """
   app.define_help_flags()
   if joins:
@@ -147,7 +147,7 @@ def run_tool(main: Callable[[], Any], *, example: str, joins: bool = False) -> N
   try:
     if _asks_for_help(sys.argv):
       _show_help(sys.argv[:1], flags.FLAGS)
-    read_flags(sys.argv, flags.FLAGS, example)
+    arguments = read_flags(sys.argv, flags.FLAGS, example, takes_arguments=takes_arguments)
     place = joining_of(flags.FLAGS) if joins else None
   except ConfigError as error:
     refuse(error, joins=joins)
@@ -157,8 +157,8 @@ def run_tool(main: Callable[[], Any], *, example: str, joins: bool = False) -> N
     set_up_logging()
     try:
       with joined(place, _said, flags.FLAGS.join_timeout) if place else contextlib.nullcontext():
-        main()
-    except (ConfigError, RunError, OSError) as error:
+        main(arguments) if takes_arguments else main()
+    except (ConfigError, RunError, OSError, Interrupted) as error:
       status = _said(error)
       if status is None:
         raise
@@ -349,14 +349,21 @@ def _show_help(argv: Sequence[str], flag_values: flags.FlagValues, config: RunCo
   sys.exit(0)
 
 
-def read_flags(argv: Sequence[str], flag_values: flags.FlagValues, example: str) -> None:
-  """Has absl read the flags. Raises ConfigError for one that is unknown or wrong, and for what is no flag."""
+def read_flags(
+  argv: Sequence[str], flag_values: flags.FlagValues, example: str, *, takes_arguments: bool = False
+) -> list[str]:
+  """Has absl read the flags; returns what is no flag, if the program takes any.
+
+  Raises:
+    ConfigError: for a flag that is unknown or wrong, and for what is no flag where none is taken.
+  """
   try:
     left_over = flag_values(argv)[1:]
   except flags.Error as error:
     raise _flag_error(error) from error
-  if left_over:
+  if left_over and not takes_arguments:
     raise ConfigError("command line", f"unexpected {left_over[0]!r}.", f"Flags begin with --, as in {example}.")
+  return left_over
 
 
 def _take_overrides(argv: Sequence[str], config: RunConfig) -> tuple[dict[str, Any], list[str]]:

@@ -1,17 +1,33 @@
-"""Draws the curves of a run, and one HTML page with the curves and three episodes.
+"""Draws the curves of a run, and one HTML page with the curves and three episodes; or several runs over one another.
 
 python -m launch.report --workdir=runs/calculator
+python -m launch.report runs/sao runs/grpo --output=runs/compared [--axis=tokens] [--metrics=heldout_success,entropy]
+python -m launch.report --study=configs/studies/methods.py --output=runs/methods
 """
 
 from __future__ import annotations
 
-from absl import logging
+import pathlib
+import sys
+
+from absl import flags, logging
 
 from launch import _flags
+from launch._processes import flag_value
 from sao_jax.config import RunConfig
 from sao_jax.configuration.paths import expand
+from sao_jax.errors import ConfigError
 from sao_jax.parallel.agreement import all_processes
+from sao_jax.report.metrics import METRICS_FILE
 from sao_jax.report.page import write_report
+from sao_jax.study import load_study, write_overlay, write_study_report
+from sao_jax.study.overlay import METRICS
+from sao_jax.study.series import LABELS
+
+_OUTPUT = flags.DEFINE_string("output", None, "Folder of pictures of several runs, or of a study.")
+_STUDY = flags.DEFINE_string("study", None, "A study's Python file: its report is written anew.")
+_AXIS = flags.DEFINE_enum("axis", "steps", list(LABELS), "Horizontal axis of several runs.")
+_METRICS = flags.DEFINE_list("metrics", list(METRICS), "Metrics of several runs, one picture each.")
 
 
 def main(config: RunConfig, workdir: str) -> None:
@@ -22,5 +38,29 @@ def main(config: RunConfig, workdir: str) -> None:
     logging.info("The report is %s", expand(page))
 
 
+def several(runs: list[str]) -> None:
+  """Writes the pictures of several runs, or the report of a study, into `--output`."""
+  if not runs and not _STUDY.value:
+    raise ConfigError("--workdir", "it is missing.", "Name a run, as in --workdir=runs/a; or several, without a flag.")
+  if not _OUTPUT.value:
+    raise ConfigError("--output", "it is missing.", "Name a folder, as in --output=runs/compared.")
+  output = expand(_OUTPUT.value)
+  if _STUDY.value:
+    logging.info("The report is %s", write_study_report(load_study(_STUDY.value), output, axis=_AXIS.value))
+    return
+
+  # A folder names its run.
+  paths = [pathlib.Path(expand(run)) for run in runs]
+  for path in paths:
+    if not (path / METRICS_FILE).is_file():
+      raise ConfigError("command line", f"{path} has no {METRICS_FILE}.", "Name folders of runs that have trained.")
+  names = [path.name for path in paths]
+  groups = {path.name if names.count(path.name) == 1 else str(path): [path] for path in paths}
+  for picture in write_overlay(groups, output, metrics=_METRICS.value, axis=_AXIS.value):
+    logging.info("%s", picture)
+
+
 if __name__ == "__main__":
+  if flag_value(sys.argv, "workdir") is None and len(sys.argv) > 1:
+    _flags.run_tool(several, example="--workdir=runs/calculator", takes_arguments=True)
   _flags.run(main, writes=False, configured=False)

@@ -20,7 +20,7 @@ ROOMS = (
   *("background", "run_lock", "bucket_lock", "mirror", "announce", "types"),
   *("parallel", "models", "sampler", "algorithm", "checkpoints", "huggingface"),
   *("rewards", "sandbox", "data", "chat", "environments", "gateway", "rollout"),
-  *("report", "learner", "evaluation", "training", "benchmarks", "pod", "launch"),
+  *("report", "learner", "evaluation", "training", "benchmarks", "study", "pod", "launch"),
 )
 # The algorithm knows no model, no mesh and no sampler.
 ALGORITHM_MAY_USE = {"errors", "config", "types", "algorithm"}
@@ -31,7 +31,7 @@ CORE_ABOVE_JAX = {"jax", "jaxlib", "flax", "optax", "chex", "orbax"}
 OPTIONAL = (
   *("transformers", "tokenizers", "safetensors", "jinja2", "reasoning_gym", "math_verify"),
   *("matplotlib", "tensorboardX", "libtpu", "tokamax", "torch", "gcsfs", "fsspec", "pyarrow"),
-  *("starlette", "uvicorn", "openai", "textarena", "nltk", "verifiers", "openenv", "websockets"),
+  *("starlette", "uvicorn", "openai", "textarena", "nltk", "verifiers", "openenv", "websockets", "wandb", "trackio"),
 )
 
 

@@ -1,0 +1,1 @@
+"""Studies: Python files with get_study(), for launch.study."""

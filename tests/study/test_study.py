@@ -1,0 +1,214 @@
+"""Studies: what is run, what goes on, what is shared, and what the tables say."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from configs.studies import methods
+from sao_jax.configuration import config_tree
+from sao_jax.configuration.methods import METHODS
+from sao_jax.errors import ConfigError
+from sao_jax.interrupt import POLL, Interrupted
+from sao_jax.report.metrics import MetricsWriter
+from sao_jax.study.bootstrap import difference_interval, mean_interval
+from sao_jax.study.costs import costs_of
+from sao_jax.study.overlay import write_overlay
+from sao_jax.study.plan import Study, load_study
+from sao_jax.study.series import Series, on_one_grid, read_series
+from sao_jax.study.study_report import final_value, write_study_report
+from sao_jax.study.study_runs import RECORD, Processes, read_record, run_study
+
+STUDY = Study(
+  name="toy",
+  question="Does it learn?",
+  config="configs/calculator.py",
+  variants={"sao": {}, "grpo": METHODS["grpo"]},
+  seeds=(0, 1, 2),
+  fields={"training.steps": 4},
+)
+
+
+def write_run(workdir, level: float, steps: int = 4) -> None:
+  """Metrics as a training run leaves them."""
+  numbers = {"num_sampled_tokens": 100.0, "num_tokens": 150.0, "num_trajectories": 8.0, "step_seconds": 0.5}
+  numbers |= {"lag_mean": 2.0, "rejected_low": 0.01, "rejected_high": 0.02, "response_length_mean": 9.0}
+  with MetricsWriter(workdir, "train", trackers=()) as writer:
+    for step in range(1, steps + 1):
+      own = {"seconds": step / 2, "policy_version": step, "explained_variance": level * step / steps}
+      writer.write(step, numbers | own)
+    writer.write(steps, {"heldout_success": level, "policy_version": steps})
+
+
+class FakeLaunch:
+  """Launchers that write what a run leaves, and may fail."""
+
+  def __init__(self, fails=()):
+    self.calls, self.fails, self.lock = [], set(fails), threading.Lock()
+
+  def __call__(self, arguments, log):
+    program, *rest = arguments
+    flags = dict(argument.removeprefix("--").split("=", 1) for argument in rest)
+    with self.lock:
+      self.calls.append((program, flags))
+    if program in self.fails or flags["workdir"] in self.fails:
+      return 3
+    folder = log.parent
+    if program == "launch.train":
+      assert (folder / "sft").exists(), "the start of its seed"
+      write_run(folder, 0.5 + 0.1 * int(flags["seed"]) + 0.2 * (flags.get("config.algorithm.advantage") == "grpo"))
+    else:
+      (folder / program.removeprefix("launch.")).mkdir()
+    return 0
+
+
+def test_all_runs_are_made_once_from_starts_that_their_seeds_share(tmp_path):
+  launch = FakeLaunch()
+  results = run_study(STUDY, tmp_path, jobs=3, launch=launch)
+  assert results == {run.folder: "done" for run in STUDY.runs} and len(results) == 6
+  programs = [program for program, _ in launch.calls]
+  assert {name: programs.count(name) for name in set(programs)} == {
+    "launch.sft": 3, "launch.pretrain_value": 3, "launch.train": 6,
+  }  # fmt: skip
+  trained = {flags["workdir"]: flags for program, flags in launch.calls if program == "launch.train"}
+  grpo = trained[str(tmp_path / "grpo/seed_1")]
+  assert (
+    grpo["seed"] == "1" and grpo["config.training.steps"] == "4" and grpo["config.algorithm.epsilon_high"] == "0.28"
+  )
+  record = read_record(tmp_path / "grpo/seed_1")
+  assert (record["variant"], record["seed"], record["updates"], record["sampled_tokens"]) == ("grpo", 1, 4, 400)
+  assert record["seconds"] == 2.0 and record["tokens_per_second"] == 200.0 and record["rejected"] == pytest.approx(0.03)
+
+  # Nothing is done twice; other fields are refused, since half of a run would be one thing and half another.
+  run_study(STUDY, tmp_path, launch=launch)
+  assert len(launch.calls) == 12
+  changed = Study(**{**vars(STUDY), "fields": {"training.steps": 5}})
+  assert all("made with other fields" in problem for problem in run_study(changed, tmp_path, launch=launch).values())
+
+
+def test_a_failed_run_stops_no_other_and_is_tried_again(tmp_path):
+  launch = FakeLaunch(fails=[str(tmp_path / "sao/seed_1")])
+  results = run_study(STUDY, tmp_path, jobs=2, launch=launch)
+  assert "status 3" in results.pop("sao/seed_1") and set(results.values()) == {"done"}
+  report = write_study_report(STUDY, tmp_path).read_text()
+  assert "1 of 6 runs are not done" in report
+  launch.fails.clear()
+  assert set(run_study(STUDY, tmp_path, launch=launch).values()) == {"done"}
+
+
+def test_a_start_that_fails_fails_its_seed_once(tmp_path):
+  launch = FakeLaunch(fails=["launch.sft"])
+  results = run_study(STUDY, tmp_path, launch=launch)
+  assert all("launch.sft of seed" in problem for problem in results.values()) and len(launch.calls) == 3
+
+
+def test_an_interrupted_study_ends_and_goes_on(tmp_path):
+  launch = FakeLaunch()
+  stop = type("Stop", (), {"requested": False})()
+
+  def interrupting(arguments, log):
+    if len(launch.calls) >= 4:
+      stop.requested = True
+      time.sleep(2 * POLL)
+    return launch(arguments, log)
+
+  with pytest.raises(Interrupted):
+    run_study(STUDY, tmp_path, launch=interrupting, interrupt=stop)
+  assert 0 < sum((tmp_path / run.folder / RECORD).exists() for run in STUDY.runs) < 6
+  assert set(run_study(STUDY, tmp_path, launch=launch).values()) == {"done"}
+  assert [program for program, _ in launch.calls].count("launch.sft") == 3
+
+
+def test_stopping_ends_the_processes_that_run_and_takes_no_new_ones(tmp_path):
+  processes, statuses = Processes(), []
+  serve = ("http.server", "0", "--bind", "127.0.0.1")
+  thread = threading.Thread(target=lambda: statuses.append(processes(serve, tmp_path / "log.txt")))
+  thread.start()
+  while not processes._running:
+    time.sleep(0.01)
+  processes.stop()
+  thread.join(30)
+  assert statuses == [-15] and processes(serve, tmp_path / "log.txt") == -1
+
+
+def test_the_table_has_means_intervals_and_differences_of_equal_seeds(tmp_path):
+  run_study(STUDY, tmp_path, launch=FakeLaunch())
+  page = write_study_report(STUDY, tmp_path)
+  rows = {row["variant"]: row for row in json.loads((tmp_path / "report/table.json").read_text())}
+  assert rows["sao"]["heldout_success"]["mean"] == pytest.approx(0.6)
+  assert rows["grpo"]["difference"] == {
+    "mean": pytest.approx(0.2),
+    "low": pytest.approx(0.2),
+    "high": pytest.approx(0.2),
+  }
+  assert rows["grpo"]["heldout_success"]["low"] < 0.8 < rows["grpo"]["heldout_success"]["high"]
+  text = page.read_text()
+  assert "| grpo | 3 | 0.800 [" in text and "0.200 [0.200, 0.200]" in text and "![heldout_success.png]" in text
+  assert (tmp_path / "report/heldout_success.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bootstrap_intervals():
+  """Against the normal approximation for many values; exact for the simplest cases."""
+  values = np.random.default_rng(0).normal(size=400)
+  interval = mean_interval(values)
+  half = 1.96 * values.std() / math.sqrt(400)
+  assert interval.low == pytest.approx(values.mean() - half, abs=0.01)
+  assert interval.high == pytest.approx(values.mean() + half, abs=0.01)
+  assert mean_interval([0.3]) == (0.3, pytest.approx(math.nan, nan_ok=True), pytest.approx(math.nan, nan_ok=True))
+  assert mean_interval([0.2, 0.4])[1:] == (0.2, 0.4)
+  paired = difference_interval([1.0, 2.0, 3.0], [0.9, 1.9, 2.9], paired=True)
+  alone = difference_interval([1.0, 2.0, 3.0], [0.9, 1.9, 2.9], paired=False)
+  assert paired.low == pytest.approx(0.1) and alone.low < -0.5
+
+
+def test_series_stand_at_updates_tokens_or_seconds(tmp_path):
+  write_run(tmp_path, 0.7)
+  assert read_series(tmp_path, "explained_variance").x.tolist() == [1, 2, 3, 4]
+  assert read_series(tmp_path, "explained_variance", "tokens").x.tolist() == [100, 200, 300, 400]
+  assert read_series(tmp_path, "heldout_success", "seconds").x.tolist() == [2.0]
+  assert final_value(tmp_path, "heldout_success") == 0.7 and math.isnan(final_value(tmp_path, "nothing"))
+  assert costs_of(tmp_path).tokens == 600
+
+  a, b = Series(np.array([0.0, 2.0]), np.array([0.0, 2.0])), Series(np.array([1.0, 3.0]), np.array([5.0, 5.0]))
+  x, y = on_one_grid([a, b], points=3)
+  assert x.tolist() == [1.0, 1.5, 2.0] and y.tolist() == [[1.0, 1.5, 2.0], [5.0, 5.0, 5.0]]
+
+
+def test_pictures_of_any_runs(tmp_path):
+  for name, level in (("a", 0.2), ("b", 0.6)):
+    write_run(tmp_path / name, level)
+  groups = {name: [tmp_path / name] for name in ("a", "b")}
+  written = write_overlay(groups, tmp_path / "out", metrics=("heldout_success", "missing", "lag_mean"), axis="tokens")
+  assert [path.name for path in written] == ["heldout_success.png", "lag_mean.png"]
+  with pytest.raises(ConfigError, match="no run has any of missing"):
+    write_overlay(groups, tmp_path / "out", metrics=("missing",))
+
+
+@pytest.mark.parametrize(
+  "changes, words",
+  [
+    ({"variants": {}}, "nothing to run"),
+    ({"variants": {"../x": {}}}, "cannot be folders"),
+    ({"variants": {"start": {}}}, "cannot be folders"),
+    ({"baseline": "sa"}, "Did you mean 'sao'"),
+  ],
+)
+def test_studies_that_cannot_be_run_are_refused(changes, words):
+  with pytest.raises(ConfigError, match=words):
+    Study(**{**vars(STUDY), **changes})
+
+
+def test_the_study_that_is_shipped_sets_fields_of_its_configuration(tmp_path):
+  from launch import _flags
+
+  study = load_study(methods.__file__)
+  config = _flags.load_config(study.config)
+  for fields in study.variants.values():
+    config_tree.replace(config, fields)
+  with pytest.raises(ConfigError, match="no get_study"):
+    load_study(_flags.REPOSITORY / "configs/calculator.py")

@@ -75,7 +75,8 @@ def evaluate(config: RunConfig, workdir: str, name: str, phase: str, step: str) 
     episodes = _scored(data, folder, episodes, runs, f"{config.name}-{label}")
   result = summarize(suite, episodes, runs, threshold=config.evaluation.success_threshold)
   sys.stdout.write(f"{policy.checkpoint}, version {policy.version}\n{result.table()}\n")
-  record = of_policy | {"checkpoint": policy.checkpoint, "tools": _TOOLS.value, "judge": _JUDGE_MODEL.value or None}
+  tools = _TOOLS.value if suite.kind == "questions" else "repository"
+  record = of_policy | {"checkpoint": policy.checkpoint, "tools": tools, "judge": _JUDGE_MODEL.value or None}
   path = folder.with_name(f"{folder.name}.json")
   text = json.dumps(metrics.to_json(record | result.record()), indent=2, allow_nan=False)
   path.write_text(f"{text}\n", encoding="utf-8")

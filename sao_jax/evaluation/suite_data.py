@@ -70,6 +70,15 @@ def find_data(suite: Suite, path: str) -> SuiteData:
   return data
 
 
+def has_fields(data: SuiteData, *names: str) -> bool:
+  """Tells if the first record has all of these fields."""
+  try:
+    RecordPrompts(data.path, environment="", fields={name: name for name in names}, split=data.split)[0]
+  except ConfigError:
+    return False
+  return True
+
+
 def _in_folder(suite: Suite, path: str) -> SuiteData:
   """Finds the files of the first layout that the folder has."""
   place = place_of(path)

@@ -8,11 +8,13 @@ from typing import Any
 
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree
-from sao_jax.environments.base import EnvironmentSpec
+from sao_jax.environments.python_tool import TOOL_INSTRUCTION, PythonTool
 from sao_jax.environments.question_answer import QuestionAnswer
+from sao_jax.environments.repository_record import SWEBENCH
+from sao_jax.environments.repository_task import RepositoryTask
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation.suite import Suite
-from sao_jax.evaluation.suite_data import SuiteData
+from sao_jax.evaluation.suite_data import SuiteData, has_fields
 from sao_jax.rewards.answer_grader import AnswerGrader
 from sao_jax.rewards.llm_judge import LLMJudge
 
@@ -23,8 +25,9 @@ RUBRIC = (
   "the reference has must be there, and nothing else. The way to it does not count. 1 if it is, 0 if it is not, or "
   "there is none."
 )
-TOOLS = ("none",)
+TOOLS = ("python", "none")
 CHAT_FIELDS = ("tokenizer_folder", "template_options", "call_format")
+REPOSITORY_SECONDS = 300.0  # for a container to start, and for the longest command
 
 
 def equality_judge(base_url: str, model: str, key_variable: str = "") -> LLMJudge:
@@ -33,52 +36,77 @@ def equality_judge(base_url: str, model: str, key_variable: str = "") -> LLMJudg
 
 
 def suite_config(
-  config: RunConfig, suite: Suite, data: SuiteData, *, tools: str = "none", judge: AnswerGrader | None = None
+  config: RunConfig, suite: Suite, data: SuiteData, *, tools: str = TOOLS[0], judge: AnswerGrader | None = None
 ) -> RunConfig:
   """Returns the run's configuration with the environment, the turns and the sampling of a suite.
 
   Args:
-    config: the run's, whose environment gives the tokenizer and the chat.
+    config: the run's, whose environment gives the tokenizer, the chat, and the settings of tools that it has, too.
     suite: the benchmark.
     data: its problems.
-    tools: a name of `TOOLS`.
+    tools: a name of `TOOLS`, for questions.
     judge: grades the answers in place of math-verify.
 
   Raises:
     ConfigError: there are no such tools.
   """
-  environment = make_environment(suite, data, chat_of(config.environment), tools, judge)
-  return dataclasses.replace(
-    config,
-    environment=environment,
-    sampler=dataclasses.replace(config.sampler, top_p=1.0, top_k=0),
-    rollout=dataclasses.replace(config.rollout, max_turns=suite.max_turns),
-  )
-
-
-def make_environment(
-  suite: Suite, data: SuiteData, chat: dict[str, Any], tools: str, judge: AnswerGrader | None
-) -> EnvironmentSpec:
-  """Makes the settings of a suite's environment, all of whose problems are held out."""
-  if tools not in TOOLS:
+  rollout = dataclasses.replace(config.rollout, max_turns=suite.max_turns)
+  if suite.kind == "repositories":
+    environment = _repositories(suite, data, config.environment)
+    patience = max(rollout.environment_timeout, REPOSITORY_SECONDS)
+    rollout = dataclasses.replace(rollout, environment_timeout=patience)
+  elif tools in TOOLS:
+    environment = _questions(suite, data, config.environment, tools, judge)
+  else:
     raise ConfigError("--tools", f"there are no tools {tools!r}.", config_tree.nearest(tools, TOOLS))
-  place = {"data": data.path, "split": data.split, "heldout_data": data.path, "heldout_split": data.split}
-  place |= {"name": suite.name, "question": data.layout.question, "answer": data.layout.answer}
+  sampler = dataclasses.replace(config.sampler, top_p=1.0, top_k=0)
+  return dataclasses.replace(config, environment=environment, sampler=sampler, rollout=rollout)
+
+
+def _questions(
+  suite: Suite, data: SuiteData, like: Any, tools: str, judge: AnswerGrader | None
+) -> QuestionAnswer | PythonTool:
+  """Makes the settings of questions, with the tool or without."""
+  kind = PythonTool if tools == "python" else QuestionAnswer
+  own = _settings_of(like, PythonTool) if kind is PythonTool else {}
+  asked = own | _chat_of(like, kind) | _place(suite, data)
+  asked |= {"question": data.layout.question, "answer": data.layout.answer}
 
   # A chat answers in a box, as the published numbers have it; the built-in tokenizer has a token for answers.
-  chat = {name: value for name, value in chat.items() if name != "call_format"}
-  if chat.get("tokenizer_folder"):
-    asked = {"system_prompt": BOXED, "answer_in": "reply", "scorer": judge or "boxed_math"}
-  else:
-    asked = {"answer_in": "tags", "scorer": judge or "math"}
-  return QuestionAnswer(**place, **chat, **asked)
+  if asked.get("tokenizer_folder"):
+    prompt = f"{TOOL_INSTRUCTION} {BOXED}" if kind is PythonTool else BOXED
+    return kind(**asked, system_prompt=prompt, answer_in="reply", scorer=judge or "boxed_math")
+  return kind(**asked, answer_in="tags", scorer=judge or "math")
 
 
-def chat_of(environment: Any) -> dict[str, Any]:
+def _repositories(suite: Suite, data: SuiteData, like: Any) -> RepositoryTask:
+  """Makes the settings of repositories. Their tests are not run here: that is what the official harness does."""
+  own = _settings_of(like, RepositoryTask) | _chat_of(like, RepositoryTask) | _place(suite, data)
+  has_snapshot = has_fields(data, "snapshot", "base_commit")
+  image = "" if has_snapshot else "image" if has_fields(data, "image") else SWEBENCH
+  return RepositoryTask(**own | {"image": image, "snapshot": "snapshot", "tests": "none"})
+
+
+def _place(suite: Suite, data: SuiteData) -> dict[str, str]:
+  """The data set of an environment, all of which is held out."""
+  place = {"data": data.path, "split": data.split, "heldout_data": data.path, "heldout_split": data.split}
+  return place | {"name": suite.name}
+
+
+def _settings_of(environment: Any, kind: type) -> dict[str, Any]:
+  """Reads what settings of a kind have of their own in the run, beyond those of questions; {} if it has none."""
+  questions = {field.name for field in dataclasses.fields(QuestionAnswer)}
+  names = [field.name for field in dataclasses.fields(kind) if field.name not in {*questions, "expert"}]
+  own = next((each for each in _within(environment) if isinstance(each, kind)), None)
+  return {} if own is None else {name: getattr(own, name) for name in names}
+
+
+def _chat_of(environment: Any, kind: type) -> dict[str, Any]:
   """Reads the tokenizer and the chat from an environment, or from the first within it that has a tokenizer."""
+  known = {field.name for field in dataclasses.fields(kind)}
   for each in _within(environment):
     if "tokenizer_folder" in config_tree.annotations(each):
-      return {name: getattr(each, name) for name in CHAT_FIELDS if hasattr(each, name)}
+      return {name: getattr(each, name) for name in CHAT_FIELDS if hasattr(each, name) and name in known}
   return {}
 
 

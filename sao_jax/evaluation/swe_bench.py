@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -17,9 +18,7 @@ from typing import Any
 from absl import logging
 
 from sao_jax.configuration.paths import in_bucket
-from sao_jax.data.records import RecordPrompts
-from sao_jax.errors import ConfigError
-from sao_jax.evaluation.suite_data import SuiteData
+from sao_jax.evaluation.suite_data import SuiteData, has_fields
 from sao_jax.evaluation.suite_episodes import SuiteEpisode
 
 INSTANCE, PATCH = "instance_id", "model_patch"  # texts of a repository's episode
@@ -45,11 +44,7 @@ def write_predictions(path: pathlib.Path, episodes: Iterable[SuiteEpisode], mode
 
 def dataset_of(data: SuiteData) -> str:
   """Names the data set for the harness: the file, if it has what the harness needs, or that on huggingface.co."""
-  try:
-    RecordPrompts(data.path, environment="", fields={name: name for name in HARNESS_FIELDS}, split=data.split)
-  except ConfigError:
-    return DATASET
-  return data.path if len(data.files) == 1 else DATASET
+  return data.path if len(data.files) == 1 and has_fields(data, *HARNESS_FIELDS) else DATASET
 
 
 def harness_command(predictions: pathlib.Path, run_id: str, *, dataset: str = DATASET, workers: int = 4) -> list[str]:
@@ -96,7 +91,9 @@ def _has_docker() -> bool:
   if shutil.which("docker") is None:
     return False
   asked = ["docker", "version", "--format={{.Server.Version}}"]
-  return subprocess.run(asked, capture_output=True, check=False, timeout=60).returncode == 0
+  with contextlib.suppress(subprocess.TimeoutExpired):  # of a remote one
+    return subprocess.run(asked, capture_output=True, check=False, timeout=60).returncode == 0
+  return False
 
 
 def _has_package() -> bool:

@@ -83,7 +83,7 @@ def test_every_record_of_a_csv_file_is_what_csv_makes_of_it(tmp_path_factory, ro
 
 def test_a_csv_file_is_read_by_its_fields_and_damaged_records_are_named(tmp_path):
   path = tmp_path / "x.csv"
-  path.write_text('Problem,Short Answer\n"two\nlines, ""so""",1\n\none,2,3\nlast,4')
+  path.write_text('Problem,Short Answer\n"two\nlines, ""so""",1\n\none,2,3\nlast,4\n"short ""\n,5""",6\nshort\n')
   prompts = RecordPrompts(path, environment="e", fields={"question": "Problem", "answer": "Short Answer"})
   assert [prompts[index].data for index in (0, 2)] == [
     {"question": 'two\nlines, "so"', "answer": "1"},
@@ -91,6 +91,8 @@ def test_a_csv_file_is_read_by_its_fields_and_damaged_records_are_named(tmp_path
   ]
   with pytest.raises(BadPrompt, match=r"x\.csv:5 has 3 values for 2 fields"):
     prompts[1]
+  with pytest.raises(BadPrompt, match=r"x\.csv:9 has 1 values for 2 fields"):  # one is missing, and nobody knows which
+    prompts[4]
   with pytest.raises(ConfigError, match=r"(?s)no column \['a', 'q'\].*Choose among \['Problem', 'Short Answer'\]"):
     open_prompts(path)
   path.write_bytes(b"q,a\n\xff,1\n")

@@ -68,6 +68,7 @@ def publish(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     for number, (question, answer) in enumerate(ROWS):
       gold = "$(2k-1)!!$" if number == 2 else f"${answer}$."
       writer.writerow([f"imo-bench-algebra-{number:03d}", f"{question}\n", gold, "Algebra", "Other", "none"])
+    file.write('imo-bench-algebra-036,"Find all.\n,$3$""",Algebra,Other,none\n')  # as in the published file
   for name in ("answerbench.csv", "proofbench_v2.csv"):  # which are none of it
     (folder / "imobench" / name).write_text("Problem ID,Problem\n")
   return {
@@ -110,19 +111,22 @@ def samplers():
     yield
 
 
-def run(data, folder, runs, *, suite="aime25", scorer="integer", sampler=None, **options):
-  """Runs a suite with the scripted sampler; `scorer` stands for math-verify, which takes a second to be imported."""
+def run(data, folder, runs, **options):
+  """Runs a suite with a scripted sampler, see `run_here`."""
   with samplers():
-    return run_here(data, folder, runs, suite=suite, scorer=scorer, sampler=sampler, **options)
+    return run_here(data, folder, runs, **options)
 
 
-def run_here(data, folder, runs, *, suite="aime25", scorer="integer", sampler=None, config=None, **options):
-  """Does what `run` does, within `samplers`."""
+def run_here(
+  data, folder, runs, *, suite="aime25", scorer="integer", sampler=None, config=None, tools="none", **options
+):
+  """Does it within `samplers`; `scorer` stands for math-verify, which takes a second to be imported."""
   _OF_THREAD.sampler = sampler or FakeSampler(reply=reply, version=7)
   suite = SUITES[suite]
   found = find_data(suite, str(data))
-  config = suite_config(config or get_config(), suite, found)
-  config = dataclasses.replace(config, environment=dataclasses.replace(config.environment, scorer=scorer))
+  config = suite_config(config or get_config(), suite, found, tools=tools)
+  if scorer is not None:
+    config = dataclasses.replace(config, environment=dataclasses.replace(config.environment, scorer=scorer))
   identity = suite_run.identity_of(config, suite, found, {"step": 3})
   options = {"processes": ALONE, "share": WHOLE} | options
   episodes = suite_run.run_suite(config, None, 7, pathlib.Path(folder), identity, runs=runs, **options)

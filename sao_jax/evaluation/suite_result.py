@@ -69,8 +69,8 @@ class SuiteResult:
     lines = [", ".join([head, *(f"{count} {what}" for count, what in left_out if count)])]
     lines.append(f"  mean   {self.mean:.4f}  (standard error over runs {self.standard_error:.4f})")
     lines.append("  k      " + " ".join(f"{k:>7}" for k in self.avg_at))
-    lines += [f"  {name}@k " + " ".join(f"{value:7.4f}" for value in values.values())
-              for name, values in (("avg ", self.avg_at), ("pass", self.pass_at))]  # fmt: skip
+    for name, values in (("avg@k ", self.avg_at), ("pass@k", self.pass_at)):
+      lines.append(f"  {name} " + " ".join(f"{value:7.4f}" for value in values.values()))
     lines.append("  " + ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in self.per_episode.items()))
     cut = sum(self.truncated.values())
     by = ", ".join(f"{name} {share:.3f}" for name, share in self.truncated.items() if share)

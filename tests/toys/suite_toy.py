@@ -97,8 +97,8 @@ def reply(request):
 def get_config(**rollout) -> RunConfig:
   config = training_toy.replace(
     training_toy.get_config(),
-    model={"vocab_size": TOKENIZER.vocab_size},
-    sampler={"context_length": 64, "num_slots": 3},
+    model={"vocab_size": TOKENIZER.vocab_size, "num_experts": 0, "d_ff": 16},
+    sampler={"context_length": 64, "num_slots": 3, "prefill_batch": 1},
     rollout={"max_tokens_per_turn": 24, "max_tokens": 24, "row_lengths": (64,)} | rollout,
   )
   return dataclasses.replace(config, environment=Calculator())

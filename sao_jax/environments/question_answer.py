@@ -170,6 +170,7 @@ class Questions(Sequence[Prompt]):
 
   def _check(self, prompt: Prompt) -> None:
     question, problem = prompt.data["question"], ""
+    # A text, or a conversation that the tokenizer can write.
     if isinstance(question, str):
       problem = "" if question.strip() else "which is no text"
     else:

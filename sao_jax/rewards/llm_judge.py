@@ -128,6 +128,8 @@ class LLMJudge:
       word, scale = secrets.token_hex(4), (self.low, self.high)
       message = write_request(self.template, self.rubric, word, scale, question=question, answer=answer, reference=gold)
       reply, usage = await client.complete(environment, message)
+
+      # A reply without a verdict has cost something, too.
       for name, count in usage.items():
         facts[name] += count
       shown = without_thinking(reply) or ""

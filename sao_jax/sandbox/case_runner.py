@@ -63,6 +63,8 @@ class Cases:
       same = False
     if not same:
       raise Unsupported(f"the arguments of {function} are no plain values: {text[:80]}")
+
+    # What comes back is read, never run.
     answer = self._run([sys.executable, "-I", "-c", CALLED], text)
     try:
       return ast.literal_eval(answer)

@@ -50,6 +50,7 @@ class ProgramCases:
 
   def program(self, case_timeout: float, timeout: float) -> str:
     """Writes the hidden tests for `graded_run`; their last line says how many have passed, see `Cases.report`."""
+    # The cases enter as literals: nothing of them is read from a file.
     if self.kind == "asserts":
       run = self._asserts()
     elif self.kind == "calls":
@@ -90,9 +91,12 @@ def read_cases(gold: Any, field: str = "gold") -> ProgramCases:
 
 
 def _read(gold: Any) -> ProgramCases:
+  # MBPP, whole records of it.
   if isinstance(gold, dict) and "test_list" in gold:
     imports = [*(gold.get("test_imports") or ()), gold.get("test_setup_code") or ""]
     return _asserts(gold["test_list"], "\n".join(imports))
+
+  # TACO and APPS: programs, or a function by its name.
   if isinstance(gold, dict):
     pairs = tuple(zip(gold["inputs"], gold["outputs"], strict=True))
     function = gold.get("fn_name") or gold.get("func_name")
@@ -101,6 +105,8 @@ def _read(gold: Any) -> ProgramCases:
     if not str(function).isidentifier():
       raise ValueError(f"{function!r} is no function")
     return ProgramCases("calls", tuple((list(given), wanted) for given, wanted in pairs), names=(function,))
+
+  # LiveCodeBench, whose tests of functions have their name elsewhere; else statements.
   if gold and all(isinstance(case, dict) for case in gold):
     if any(case.get("testtype", "stdin") != "stdin" for case in gold):
       raise ValueError("tests of functions need fn_name")
@@ -112,6 +118,8 @@ def _asserts(statements: Any, setup: str) -> ProgramCases:
   """Reads statements; names that nothing defines are the program's."""
   if not isinstance(statements, list | tuple) or not all(isinstance(each, str) for each in statements):
     raise TypeError("no list of statements")
+
+  # Names that are bound anywhere, and those that the cases read.
   bound, loaded = set(dir(builtins)), set()
   for number, text in enumerate((setup, *statements)):
     for node in ast.walk(ast.parse(text)):
@@ -125,6 +133,8 @@ def _asserts(statements: Any, setup: str) -> ProgramCases:
         bound.add(node.arg)
       elif isinstance(node, ast.FunctionDef | ast.ClassDef):
         bound.add(node.name)
+
+  # Without a name that is left over, nothing of the program would be tested.
   if statements and not loaded - bound:
     raise ValueError("they call nothing of the program's")
   return ProgramCases("asserts", tuple(statements), setup, tuple(sorted(loaded - bound)))

@@ -12,6 +12,7 @@ from toys import judge_server
 
 from sao_jax.config import RunConfig
 from sao_jax.configuration import config_tree
+from sao_jax.environments.online_styles import OnlineStyles
 from sao_jax.environments.question_answer import QuestionAnswer
 from sao_jax.episode import EnvironmentFailure, GraderFailure, InfrastructureFailure, Prompt, PromptKey
 from sao_jax.errors import ConfigError
@@ -244,3 +245,24 @@ def test_settings_of_a_judge_are_those_of_the_configuration(tmp_path):
   assert config_tree.to_json(config)["environment"]["scorer"]["base_url"] == "http://127.0.0.1/v1"
   with pytest.raises(ConfigError, match="environment.scorer"):
     QuestionAnswer("x.jsonl", scorer=7)
+
+
+def test_the_style_of_an_online_task_may_be_judged_by_a_model(server):
+  judge = LLMJudge(server.url, "good", rubric="worth 5")  # what the server then answers
+  settings, before = OnlineStyles(judge=judge), len(server.requests)
+  data = {"question": "3+4", "offered": ["roman", "digits"], "by_phase": True}
+  prompt, tokenizer = Prompt(PromptKey("online_styles", 5, 2), data), settings.tokenizer()
+
+  async def play(*answers):
+    results = []
+    for said in answers:
+      environment = settings.make(tokenizer)
+      await environment.reset(prompt)
+      results.append(await environment.step(tokenizer.encode_with_specials(f"<|answer|>{said}<|end|>")))
+    await judge.close()
+    return results
+
+  roman, not_offered = asyncio.run(play("roman:VII", "words:seven"))
+  assert roman.reward == roman.info["reward_style"] == 0.5 and roman.info["judge_requests"] == 1
+  assert "in this style: roman" in server.requests[-1]["messages"][0]["content"]
+  assert not_offered.reward == 0.0 and len(server.requests) == before + 1  # nobody was asked

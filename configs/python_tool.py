@@ -1,9 +1,9 @@
 """A Python tool on a laptop CPU: a tiny model learns to compute in a sandbox what is too large for its head.
 
-    a=47*86;a*a-395             question
-    python a=47*86              call; its variable lives on
-    python a*a-395              call, whose output is 16333369
-    16333369                    answer
+    a=47*86;a-395             question
+    python a=47*86            call; its variable lives on
+    python a-395              call, whose output is 3647
+    3647                      answer
 
 The model is the quickstart's. It imitates an expert that makes mistakes on purpose, and SAO makes it better than that.
 """
@@ -71,7 +71,7 @@ class DrawnQuestions(Sequence[Prompt]):
       rng = np.random.default_rng((self._seed, int(index), draw))
       first, second = (int(factor) for factor in rng.integers(11, 100, size=2))
       less = int(rng.integers(100, 1000))
-      question, answer, draw = f"a={first}*{second};a*a-{less}", (first * second) ** 2 - less, draw + 1
+      question, answer, draw = f"a={first}*{second};a-{less}", first * second - less, draw + 1
     return Prompt(PromptKey(self._name, int(index), 0), {"question": question, "answer": answer})
 
 
@@ -79,19 +79,19 @@ def demonstrate(question: str, gold: int, rng: np.random.Generator, noise: float
   """Writes what the expert says, and what the tool answers it.
 
   Args:
-    question: of the form a=47*86;a*a-395.
+    question: of the form a=47*86;a-395.
     gold: its answer.
     rng: decides which steps go wrong and how.
     noise: probability that a step goes wrong.
   """
   script: list[dict[str, str]] = []
   assignment, expression = question.split(";")
-  wanted, value = [assignment, expression], gold
+  wanted, value, mistakes = [assignment, expression], gold, list(MISTAKES)
   while wanted:
     code = wanted[0]
-    mistake = MISTAKES[rng.integers(len(MISTAKES))] if rng.random() < noise else ""
+    mistake = mistakes[rng.integers(len(mistakes))] if rng.random() < noise else ""
     if mistake == "early answer":
-      value = int(rng.integers(10**7))
+      value = int(rng.integers(10**4))
       break
 
     # A wrong digit is computed with, and never noticed; code that is none is written again.
@@ -99,6 +99,7 @@ def demonstrate(question: str, gold: int, rng: np.random.Generator, noise: float
       code = wrong_digit(code, rng)
     if mistake == "malformed":
       code = f"{code}*"
+      mistakes.remove(mistake)  # once is enough
     else:
       wanted.pop(0)
       assignment, expression = (code, expression) if wanted else (assignment, code)
@@ -123,7 +124,7 @@ def wrong_digit(code: str, rng: np.random.Generator) -> str:
 def compute(assignment: str, expression: str) -> int:
   """Computes a question of two parts, as the tool does."""
   first, second = assignment.removeprefix("a=").split("*")
-  return (int(first) * int(second)) ** 2 - int(expression.removeprefix("a*a-"))
+  return int(first) * int(second) - int(expression.removeprefix("a-"))
 
 
 def get_config() -> RunConfig:
@@ -133,17 +134,12 @@ def get_config() -> RunConfig:
     base,
     name="python_tool",
     environment=LargeNumbers(),
-    sampler=dataclasses.replace(
-      base.sampler, context_length=192, prefill_buckets=(48,), window_buckets=(96, 192), num_slots=64
-    ),
+    sampler=dataclasses.replace(base.sampler, context_length=144, prefill_buckets=(48,), window_buckets=(144,)),
     rollout=dataclasses.replace(
-      base.rollout,
-      max_turns=6,
-      max_tokens=96,
-      max_tokens_per_turn=24,
-      row_lengths=(192,),
-      row_counts=(40, 64),
+      base.rollout, max_turns=6, max_tokens=96, max_tokens_per_turn=24, row_lengths=(144,), row_counts=(40, 64)
     ),
+    sft=dataclasses.replace(base.sft, batch_size=32, steps=500),
+    value_pretraining=dataclasses.replace(base.value_pretraining, demonstration_steps=30, min_steps=60, max_steps=60),
     evaluation=dataclasses.replace(base.evaluation, every=25, prompts=200),
     training=dataclasses.replace(base.training, steps=75, checkpoint_every=25),
   )

@@ -17,6 +17,7 @@ from sao_jax.configuration import config_tree
 from sao_jax.configuration.bounds import check_bounds
 from sao_jax.configuration.hints import hints
 from sao_jax.configuration.lora_relations import lora_relations
+from sao_jax.configuration.tool_relations import tool_relations
 from sao_jax.errors import ConfigError
 
 _LATENT_WIDTHS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -59,6 +60,7 @@ def broken_relations(config: RunConfig, *, training: bool) -> Iterator[ConfigErr
   yield from _batches(config)
   yield from _rollouts(config)
   yield from _durations(config)
+  yield from tool_relations(config)
   yield from _value_pretraining(config)
   yield from _profile(config.training.profile_steps)
 

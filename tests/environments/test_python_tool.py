@@ -6,18 +6,22 @@ import asyncio
 import dataclasses
 import json
 import pickle
+import re
 
 import numpy as np
 import pytest
 from toys import chat_toy, sandboxes
+from toys.paths import REPOSITORY
 
 from configs.python_tool import LargeNumbers, get_config
 from sao_jax.chat.call_formats import write_call
 from sao_jax.chat.tool_calls import ToolCall
+from sao_jax.configuration.relations import validate
 from sao_jax.data.prompts import split_of
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.environments.answers import INSTRUCTION
 from sao_jax.environments.python_tool import TOOLS, PythonTool
+from sao_jax.environments.wrappers import SimulatedLatency
 from sao_jax.episode import BadPrompt, InfrastructureFailure, Prompt, PromptKey, Status
 from sao_jax.errors import ConfigError
 from sao_jax.rollout.run_episode import EpisodeLimits, run_episode
@@ -243,10 +247,31 @@ def test_settings_that_cannot_work_are_refused_by_name(settings, changes, field)
     dataclasses.replace(settings, **changes)
 
 
+def test_a_turn_of_tools_may_not_outlast_the_call_of_its_environment(settings):
+  inner = dataclasses.replace(settings, turn_timeout=30.0)
+  for environment, path in ((inner, "environment"), (SimulatedLatency(inner), "environment.inner")):
+    config = dataclasses.replace(get_config(), environment=environment)
+    with pytest.raises(ConfigError, match=f"(?s){path}.turn_timeout.*environment_timeout above"):
+      validate(config, training=False)
+    longer = dataclasses.replace(config.rollout, environment_timeout=31.0)
+    validate(dataclasses.replace(config, rollout=longer), training=False)
+
+
 def test_settings_travel_to_another_process_without_their_sandboxes(settings):
   assert settings.pools is settings.pools
   assert pickle.loads(pickle.dumps(settings)) == settings
   assert len(settings.prompts(TOKENIZER, "train", 0)) + len(settings.prompts(TOKENIZER, "heldout", 0)) == 1
+
+
+def test_the_readme_has_a_configuration_that_works(data, tmp_path):
+  text = (REPOSITORY / "sao_jax/environments/README.md").read_text(encoding="utf-8")
+  (example,) = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) if "PythonTool(" in block]
+  names = {}
+  exec(compile(example, "README.md", "exec"), names)
+  config = names["get_config"]()
+  assert isinstance(config.environment, PythonTool) and config.rollout.max_turns == 50
+  short = dataclasses.replace(config.environment, tokenizer_folder="")
+  validate(dataclasses.replace(config, environment=short), training=False)
 
 
 # --- The example's task ----------------------------------------------------------------------------------------------

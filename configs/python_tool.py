@@ -66,6 +66,7 @@ class DrawnQuestions(Sequence[Prompt]):
   def __getitem__(self, index: int) -> Prompt:
     if not 0 <= index < len(self):
       raise IndexError(index)
+    # The answer comes with the question, as from a data set.
     draw, question, answer = 0, "", 0
     while not question or split_of(question) != self._split:
       rng = np.random.default_rng((self._seed, int(index), draw))
@@ -103,6 +104,8 @@ def demonstrate(question: str, gold: int, rng: np.random.Generator, noise: float
     else:
       wanted.pop(0)
       assignment, expression = (code, expression) if wanted else (assignment, code)
+
+    # The tool says what the code as written gives.
     value = compute(assignment, expression)
     output = NO_SYNTAX if mistake == "malformed" else SILENT if wanted else str(value)
     script.append({"role": "assistant", "content": write_byte_call(NAME, {"code": code}, TOOLS)})

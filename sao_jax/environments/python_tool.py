@@ -76,6 +76,7 @@ class PythonTool(QuestionAnswer):
 
   def __post_init__(self):
     super().__post_init__()
+    # What a field may be, beside what the questions' fields may be.
     check_format(self.call_format, "environment.call_format")
     finite = lambda seconds: 0.0 < seconds < math.inf
     checks = (
@@ -153,6 +154,7 @@ class PythonTool(QuestionAnswer):
   def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
     """Says what an expert has said; without one in the data, the right answer at once."""
     opening = self.messages(prompt.data["question"])
+    # An expert's reward is that of what it says last.
     if self.expert:
       script = self._script(prompt)
       reward = self.grading.score_now(self.read_answer(script[-1]["content"]), prompt)
@@ -219,6 +221,7 @@ class PythonToolEpisode(ToolEnvironment):
     return await super().respond(said)
 
   async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    # A call that is late is the agent's fault, and costs it no more than that.
     if self._time_left <= 0.0:
       raise ToolError(f"Error: not run, since the calls of this turn have taken {self._settings.turn_timeout:g} s")
     try:
@@ -229,6 +232,8 @@ class PythonToolEpisode(ToolEnvironment):
       result = await self._python.execute(arguments["code"], timeout)
     except InfrastructureFailure as failure:
       raise InfrastructureFailure(self.name, failure.problem, retryable=failure.retryable) from failure
+
+    # Its time is used up, whatever came of it.
     self._time_left -= result.seconds
     self._facts["interpreters_ended"] += bool(result.ended_for)
     if result.failed:

@@ -36,6 +36,7 @@ def scripted_chat(
   Raises:
     ValueError: no turn of the assistant, one behind another, or one that is not the last message.
   """
+  # Turns of the assistant and what stands between them, in turn.
   stretches = [(said, list(group)) for said, group in itertools.groupby(messages, lambda m: m["role"] == "assistant")]
   kinds = [said for said, _ in stretches]
   if len(kinds) < 2 or kinds[0] or not kinds[-1] or any(said and len(group) > 1 for said, group in stretches):

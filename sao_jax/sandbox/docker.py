@@ -152,6 +152,7 @@ class DockerSandbox:
     self._check_free()
     await self._turn.acquire()
     try:
+      # The pipes are docker's own program's, which passes on what comes and goes.
       words = self._exec_words([*_environment_options(environment), "--workdir", WORK], command)
       pipe = subprocess.PIPE
       program = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)

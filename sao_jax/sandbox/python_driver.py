@@ -51,9 +51,12 @@ class Printed(io.RawIOBase):
 
 def main() -> None:
   """Serves requests until standard input ends."""
+  # Pipes of its own, out of the way of what the code may close.
   requests, answers, printed = os.fdopen(os.dup(0), "rb"), os.dup(2), Printed(os.dup(1))
   nothing = os.open(os.devnull, os.O_RDWR)
   output = os.dup(1)
+
+  # The code's namespace is a module of its own, and its work folder comes first.
   module = types.ModuleType("__main__")
   module.__dict__["__builtins__"] = builtins
   sys.modules["__main__"], sys.argv = module, [""]
@@ -69,6 +72,7 @@ def main() -> None:
     sys.stdout, sys.stderr = (open_text(printed) for _ in range(2))
     printed.left, printed.dropped = request["most"], 0
 
+    # The code runs; what it has begun to print is written before the answer.
     error = run(request["code"], module.__dict__, CALL.format(number))
     for stream in (sys.stdout, sys.stderr):
       with contextlib.suppress(Exception):  # it was closed, or is the code's own
@@ -91,6 +95,7 @@ def run(code: str, namespace: dict[str, Any], name: str) -> str:
   """Runs a piece of code, and shows the value of its last expression; returns its traceback, "" if it has none."""
   try:
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    # A last expression is kept apart, for its value.
     tree = ast.parse(code, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec", dont_inherit=True), namespace)
@@ -116,6 +121,8 @@ def describe(error: BaseException, *, one_line: bool) -> str:
     # Without columns, which would be marked below each line.
     stack = [traceback.FrameSummary(frame.filename, frame.lineno, frame.name) for frame in kept]
     stack = stack if len(stack) <= MAX_FRAMES else [stack[0], *stack[1 - MAX_FRAMES :]]
+
+    # Its place is left out where it is known.
     said = list(traceback.TracebackException(type(error), error, None).format_exception_only())
     if one_line and len(stack) <= 1:
       text = said[-1]

@@ -127,6 +127,7 @@ class PythonSession:
     async with self._turn:
       begin = time.monotonic()
       try:
+        # An interpreter that goes on is the usual end.
         process, lost = await self._interpreter()
         call = Call(code, process, self.sandbox.limits.output)
         ended_for = await call.run(timeout)
@@ -212,6 +213,7 @@ class Call:
 
   async def run(self, timeout: float) -> EndedFor:
     """Sends the code and waits for its answer; returns why the interpreter cannot go on, "" if it can."""
+    # While the code is sent, whatever comes back is taken; one of three ends is waited for.
     sending = asyncio.ensure_future(write_all(os.dup(self._process.stdin), self._request))
     over = asyncio.ensure_future(self._over.wait())
     try:

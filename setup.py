@@ -13,6 +13,7 @@ EXTRAS = {
   "textarena": ["textarena>=0.7.4,<0.8", "nltk>=3.9.2,<4"],  # games
   "openenv": ["openenv-core>=0.3,<0.4"],  # environments behind OpenEnv servers
   "swebench": ["swebench>=5,<6"],  # the official score of predictions, sao_jax/evaluation/swe_bench.py
+  "verifiers": ["verifiers>=0.4,<0.5"],  # its environments; they reach the policy through `serve`
   "data": ["pyarrow>=18,<27"],  # parquet files, and folders that `datasets` saves
   "serve": ["starlette>=1,<2", "uvicorn>=0.40,<1", "httptools>=0.6,<1"],  # the gateway's HTTP server
   "report": ["matplotlib>=3.9,<4", "tensorboardX>=2.6.2,<3", "jinja2>=3.1,<4"],

@@ -252,6 +252,7 @@ def _run_pytest(paths: Sequence[str], wanted: frozenset[str], say: Say, replaced
 def _run_functions(paths: Sequence[str], wanted: frozenset[str], say: Say, replaced: Callable[[], list[str]]) -> None:
   """Runs plain functions `path::name`, without fixtures and without any package."""
   for path in paths:
+    # By its path: a name might mean another module.
     spec = importlib.util.spec_from_file_location(os.path.basename(path)[:-3], path)
     module = importlib.util.module_from_spec(spec)
     try:
@@ -259,6 +260,8 @@ def _run_functions(paths: Sequence[str], wanted: frozenset[str], say: Say, repla
     except Exception as error:
       os.write(2, f"{path}: {error!r}\n".encode("utf-8", "replace"))
       continue
+
+    # In the order of the file.
     for name in [name for name in vars(module) if f"{path}::{name}" in wanted]:
       outcome = "passed"
       try:

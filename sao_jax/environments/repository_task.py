@@ -87,6 +87,8 @@ class RepositoryTask:
     for field, valid, remedy in checks:
       if not valid:
         raise ConfigError(f"environment.{field}", f"{getattr(self, field)!r} cannot work.", f"Use {remedy}.")
+
+    # A sandbox has folders of its own there, which would lie over them.
     for folder in self.packages if not self.image else ():
       if any(os.path.realpath(folder).startswith(f"{own}/") for own in WRITABLE):
         problem = f"{folder!r} lies where a sandbox has folders of its own ({', '.join(WRITABLE)})."
@@ -97,7 +99,7 @@ class RepositoryTask:
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   @functools.cached_property
-  def _renderer(self) -> ChatRenderer:
+  def renderer(self) -> ChatRenderer:
     tokenizer = HFTokenizer(self.tokenizer_folder) if self.tokenizer_folder else ByteTokenizer()
     return ChatRenderer(tokenizer, options=self.template_options)
 
@@ -128,10 +130,10 @@ class RepositoryTask:
     return {split: RepositoryPrompts(self.source, "train", indices) for split, indices in chosen.items()}
 
   def tokenizer(self) -> Tokenizer:
-    return self._renderer.tokenizer
+    return self.renderer.tokenizer
 
   def make(self, tokenizer: Tokenizer) -> RepositoryEpisode:
-    return RepositoryEpisode(self, self._renderer)
+    return RepositoryEpisode(self, self.renderer)
 
   def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
     self.check_sandbox()

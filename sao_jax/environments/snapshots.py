@@ -107,6 +107,8 @@ def _pack(files: Iterator[tuple[str, str, bytes]]) -> bytes:
         raise _bad(f"the snapshot has a file {path!r}, which lies outside of it")
       if ".git" in parts:
         continue
+
+      # The same archive for the same files: no owner and no date.
       member = tarfile.TarInfo("/".join(parts))
       member.mode = 0o755 if mode == EXECUTABLE else 0o644
       if mode == LINK:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import textwrap
 
 import pytest
-from toys import sandboxes
+from toys import sandbox_cheats, sandboxes
 
 from sao_jax.environments.question_answer import QuestionAnswer
 from sao_jax.episode import GraderFailure
@@ -27,8 +28,6 @@ SETUP = {"test_list": ["assert math.isclose(add(0.1, 0.2), 0.3)"], "test_imports
 
 HIDDEN = ["assert answer() == 42, 'hidden-7f3a9c'", "assert answer() + 1 == 43"]
 CHEATS = {
-  "leaving early": "import sys\nsys.exit(0)",
-  "leaving at once": "import os\nos._exit(0)",
   "always equal": """
 class Equal(int):
   __eq__ = __ge__ = __le__ = lambda self, other: True
@@ -51,11 +50,13 @@ answer = lambda: 41
 """,
   "a count on the output": "import os\nos.write(1, b'\\n3 \\n')\nprint('3 ')\nanswer = lambda: 41",
   "the judge's output": "import os\nos.write(os.open('/proc/%d/fd/1' % os.getppid(), os.O_WRONLY), b'\\n3 \\n')",
-  "the judge's end": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
-  "the tests in memory": "import os\ndata = open('/proc/%d/mem' % os.getppid(), 'rb')\nanswer = lambda: 42",
   "a file in place of a module": "open('/workspace/ast.py', 'w').write('import os; os._exit(0)')\nanswer = lambda: 41",
   "no code": "",
   "no Python": "answer = (",
+}
+CHEATS |= {
+  name: f"{sandbox_cheats.HEAD}def answer():\n{textwrap.indent(textwrap.dedent(body).strip(), '  ')}\n"
+  for name, body in sandbox_cheats.CHEATS.items()
 }
 
 

@@ -6,19 +6,22 @@ import concurrent.futures
 import subprocess
 import sys
 import time
+import types
 from typing import NamedTuple
 
 import pytest
-from toys import processes
+from toys import processes, training_toy
 from toys.paths import REPOSITORY
-from toys.rollout_fakes import FakeEnvironment, FakeSampler, make_loop
+from toys.rollout_fakes import FakeEnvironment, FakeSampler, Running, completion, make_loop, train
 from toys.shared_store import SharedStore
 
 from sao_jax.interrupt import POLL, Interrupt
 from sao_jax.parallel import agreement
 from sao_jax.parallel.agreement import Processes, SharedStop
+from sao_jax.parallel.process import DataShare
+from sao_jax.training import phases
 from sao_jax.training.consumed import Record
-from sao_jax.training.rollouts import Rollouts
+from sao_jax.training.rollouts import Rollouts, make_rollout_loop
 
 
 class Batch(NamedTuple):
@@ -241,3 +244,23 @@ def test_a_state_saved_within_a_step_has_its_batch_as_buffered():
 def test_what_replaces_the_import_of_all_threads_is_imported_before_steps_compile():
   program = "import sys, sao_jax.training.loop; sys.exit('grain' not in sys.modules)"
   subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, env=processes.environment(), timeout=120, check=True)
+
+
+@pytest.mark.parametrize(
+  "phase, floor, filtered", [("train", 0.5, True), ("train", 1.0, False), ("pretrain", 0.5, False)]
+)
+def test_prompts_are_filtered_by_difficulty_in_training_only(phase, floor, filtered):
+  phase = phases.VALUE_PRETRAINING if phase == "pretrain" else phase
+  config = training_toy.replace(training_toy.get_config(), rollout={"difficulty_floor": floor, "difficulty_decay": 1.0})
+  learner = types.SimpleNamespace(config=config, share=DataShare(0, 1))
+  sampler = FakeSampler(
+    reply=lambda request: completion([5, 24], version=sampler.version, stop_ids=training_toy.STOP_IDS)
+  )
+  loop = make_rollout_loop(learner, sampler, phase, 0)
+  with Running(loop):
+    train(loop, sampler, 24, batch_size=4)
+    state, _ = loop.state_dict()
+  trials = state["intake"]["prompts"].get("difficulty", {}).get("parity", [])
+  assert sum(count for _, count, _ in trials) == (96 if filtered else 0)
+  assert all(passed == count for _, count, passed in trials)  # the reward is always 1
+  assert (loop.stats()["excluded_prompts"] > 0) == filtered  # 64 prompts: a second pass has begun

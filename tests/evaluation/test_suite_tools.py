@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 import pytest
-from toys import repositories, sandboxes, suite_toy, training_toy
+from toys import judge_server, repositories, sandboxes, suite_toy, training_toy
 from toys.rollout_fakes import FakeSampler, completion
 
 from sao_jax.data.tokenizer import ByteTokenizer
@@ -126,3 +126,15 @@ def test_images_are_those_of_the_records_or_the_published_ones(tmp_path):
     task = config.environment
     assert type(task) is RepositoryTask and (task.image, task.tests, task.data) == (image, "none", data.path)
     assert config.rollout.max_turns == 300 and config.rollout.environment_timeout == 300.0
+
+
+def test_a_judge_grades_what_math_verify_cannot_read(tmp_path):
+  """The published answer of the third problem is none that math-verify reads; the judge finds run 1 right."""
+  pytest.importorskip("openai", reason="the extra `judge` is not installed")
+  reply = lambda request: says(f"<|answer|>worth {request.rollout_id // 5}", request)
+  folder = suite_toy.publish(tmp_path)["imo_answerbench"]
+  with judge_server.serve() as server:
+    options = {"suite": "imo_answerbench", "scorer": None, "judge": equality_judge(server.url, "fine")}
+    result = suite_toy.run(folder, tmp_path / "run", 2, sampler=FakeSampler(reply=reply, version=7), **options)
+  assert (result.problems, result.skipped, result.run_means) == ((0, 1, 2, 3), 1, (0.0, 1.0))
+  assert all("$(2k-1)!!$" in each["messages"][0]["content"] for each in server.requests if "2+1" in str(each))

@@ -11,12 +11,13 @@ import time
 
 import numpy as np
 import pytest
-from toys import fork_server, suite_toy
+from toys import bucket_toy, fork_server, suite_toy
 from toys.paths import REPOSITORY, TESTS
 from toys.processes import NO_TORCH, environment
 from toys.rollout_fakes import FakeSampler
 from toys.shared_store import SharedStore, together
 
+from sao_jax.configuration.paths import expand
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation.suite import SUITES, find_suite
 from sao_jax.evaluation.suite_data import find_data
@@ -214,3 +215,17 @@ def test_several_processes_share_the_episodes(published, tmp_path):
   with suite_toy.samplers():
     assert together(SharedStore(), 2, part) == [whole, None]
   assert [len(sampler.requests) for sampler in samplers] == [8, 8]
+
+
+def test_episodes_in_a_bucket_are_gone_on_with_on_another_machine(published, tmp_path, monkeypatch):
+  _, variables = bucket_toy.of_this_process()
+  for name, value in variables.items():
+    monkeypatch.setenv(name, value)
+  data, folder = published["aime25"], expand("gs://bucket/runs/suites/suite_aime25_3")
+  asked = []
+  for machine, runs in (("a", 2), ("b", 3)):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+    sampler = FakeSampler(reply=suite_toy.reply, version=7)
+    found = suite_toy.run(data, folder, runs, sampler=sampler)
+    asked.append(len(sampler.requests))
+  assert asked == [8, 4] and found == suite_toy.run(data, tmp_path / "disk", 3)

@@ -16,6 +16,7 @@ import threading
 from unittest import mock
 
 from sao_jax.config import RunConfig
+from sao_jax.configuration.paths import expand
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.environments.calculator import Calculator
 from sao_jax.evaluation import suite_run
@@ -118,18 +119,28 @@ def run(data, folder, runs, **options):
 
 
 def run_here(
-  data, folder, runs, *, suite="aime25", scorer="integer", sampler=None, config=None, tools="none", **options
+  data,
+  folder,
+  runs,
+  *,
+  suite="aime25",
+  scorer="integer",
+  sampler=None,
+  config=None,
+  tools="none",
+  judge=None,
+  **options,
 ):
   """Does it within `samplers`; `scorer` stands for math-verify, which takes a second to be imported."""
   _OF_THREAD.sampler = sampler or FakeSampler(reply=reply, version=7)
   suite = SUITES[suite]
   found = find_data(suite, str(data))
-  config = suite_config(config or get_config(), suite, found, tools=tools)
+  config = suite_config(config or get_config(), suite, found, tools=tools, judge=judge)
   if scorer is not None:
     config = dataclasses.replace(config, environment=dataclasses.replace(config.environment, scorer=scorer))
   identity = suite_run.identity_of(config, suite, found, {"step": 3})
-  options = {"processes": ALONE, "share": WHOLE} | options
-  episodes = suite_run.run_suite(config, None, 7, pathlib.Path(folder), identity, runs=runs, **options)
+  more = {"processes": ALONE, "share": WHOLE} | more
+  episodes = suite_run.run_suite(config, None, 7, expand(folder), identity, runs=runs, **more)
   return None if episodes is None else summarize(suite, episodes, runs)
 
 

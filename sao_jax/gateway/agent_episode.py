@@ -77,8 +77,8 @@ class AgentEpisode(Environment):
     return StepResult(token_ids, False, info=self._info(), new_context=new_context)
 
   async def on_truncated(self, status: Status) -> float:
-    # An error that agents know, and do not try again: a context that is full.
-    problem = f"The episode was cut, {status.value}, and gets no further answer: end with what there is."
+    # An error that agents know, in words that their libraries look for, and do not try again: a context that is full.
+    problem = f"This model's maximum context length is used up ({status.value}): end with what there is."
     self._session.refuse(RequestRefused(400, problem, param="messages", code="context_length_exceeded"))
     try:
       with waiting():

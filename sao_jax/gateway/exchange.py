@@ -210,5 +210,6 @@ def unknown_key(key: str) -> RequestRefused:
 
 def context_exceeded(prompt_tokens: int, context_length: int) -> RequestRefused:
   """The refusal of a prompt that leaves no room for an answer."""
-  problem = f"The context holds {context_length} tokens; the prompt has {prompt_tokens}, which leaves no room."
+  # Libraries look for these words of OpenAI's.
+  problem = f"This model's maximum context length is {context_length} tokens; the prompt has {prompt_tokens} of them."
   return RequestRefused(400, problem, param="messages", code="context_length_exceeded")

@@ -16,6 +16,7 @@ EXTRAS = {
   "verifiers": ["verifiers>=0.4,<0.5"],  # its environments; they reach the policy through `serve`
   "data": ["pyarrow>=18,<27"],  # parquet files, and folders that `datasets` saves
   "serve": ["starlette>=1,<2", "uvicorn>=0.40,<1", "httptools>=0.6,<1"],  # the gateway's HTTP server
+  "agents": ["mini-swe-agent>=2.4,<3", "openai-agents>=0.20,<0.21", "openai>=2,<3"],  # harnesses, unchanged
   "report": ["matplotlib>=3.9,<4", "tensorboardX>=2.6.2,<3", "jinja2>=3.1,<4"],
   "wandb": ["wandb>=0.26,<1"],  # experiment trackers, training.trackers
   "trackio": ["trackio>=0.20,<1"],

@@ -11,7 +11,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_environment.sh"
 
-extras="envs,textarena,openenv,verifiers,data,judge,serve,report,wandb,trackio,test,notebooks,aot"
+extras="envs,textarena,openenv,verifiers,data,judge,serve,agents,report,wandb,trackio,test,notebooks,aot"
 selected=()
 unset XLA_FLAGS PYTEST_ADDOPTS
 while true; do

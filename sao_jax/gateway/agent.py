@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
+from absl import logging
 
 from sao_jax.chat.call_formats import check_format, find_format
 from sao_jax.chat.conversation import ChatRenderer
@@ -37,8 +37,6 @@ from sao_jax.gateway.server import GatewayServer
 from sao_jax.gateway.session_book import SessionBook
 from sao_jax.gateway.sessions import Session
 from sao_jax.rewards.grader_pool import GraderPool
-
-log = logging.getLogger(__name__)
 
 ADMIN_KEY = "SAO_AGENT_KEY"  # the environment variable with the key of agents that run by themselves
 
@@ -114,7 +112,9 @@ class Agent:
     """The sessions of these settings and the server in front of them; it starts when it is first asked for."""
     gateway = AgentGateway(self.host, self.port)
     if self.harness is None:
-      log.info("agents of environment %r claim episodes at %s/sessions, key %s", self.name, gateway.url, gateway.key)
+      logging.info(
+        "agents of environment %r claim episodes at %s/sessions, key %s", self.name, gateway.url, gateway.key
+      )
     return gateway
 
   @functools.cached_property

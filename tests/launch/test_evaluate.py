@@ -59,19 +59,22 @@ def test_a_suite_is_run_by_the_policy_of_a_workdir_whatever_was_run_before(tmp_p
     tmp_path / "aime" / "test.jsonl", [{"problem": question, "answer": answer} for question, answer in suite_toy.ROWS]
   )
 
-  def run(workdir, runs, problems=None):
-    given = {"DATA": str(data.parent), "TOOLS": "none", "RUNS": runs, "PROBLEMS": problems, "JUDGE": ""}
-    for name, value in (given | {"JUDGE_MODEL": ""}).items():
-      monkeypatch.setattr(suites, f"_{name}", types.SimpleNamespace(value=value))
-    (tmp_path / workdir).mkdir(exist_ok=True)
-    suites.evaluate(suite_toy.get_config(), str(tmp_path / workdir), "aime25", "", "")
-    record = json.loads((tmp_path / workdir / "suite_aime25_7.json").read_text())
-    return record, read_episodes(tmp_path / workdir / "suite_aime25_7")
+  given = {"DATA": str(data.parent), "TOOLS": "none", "RUNS": 2, "PROBLEMS": None, "JUDGE": "", "JUDGE_MODEL": ""}
+  for name, value in given.items():
+    monkeypatch.setattr(suites, f"_{name}", types.SimpleNamespace(value=value))
 
-  whole = run("whole", 2)
+  def run():
+    suites.evaluate(suite_toy.get_config(), str(tmp_path), "aime25", "", "")
+    record = json.loads((tmp_path / "suite_aime25_7.json").read_text())
+    return record, read_episodes(tmp_path / "suite_aime25_7")
+
+  whole = run()
   assert "runs/a/train/7, version 5\nAIME 2025: 4 problems, 2 runs" in capsys.readouterr().out
   record, episodes = whole
   assert (record["phase"], record["step"], record["policy_version"], record["episodes"]) == ("train", 7, 5, 8)
   assert len({episode.tokens for episode in episodes.values()}) > 1 and record["tools"] == "none"
-  assert run("parts", 1, problems=3)[0]["problems"] == 3
-  assert run("parts", 2) == whole
+
+  # As if it had been killed after three episodes: the others are sampled together now.
+  file = tmp_path / "suite_aime25_7" / "episodes.0.jsonl"
+  file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:4]))
+  assert run() == whole

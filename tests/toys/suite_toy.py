@@ -137,10 +137,11 @@ def run_here(
   found = find_data(suite, str(data))
   config = suite_config(config or get_config(), suite, found, tools=tools, judge=judge)
   if scorer is not None:
-    config = dataclasses.replace(config, environment=dataclasses.replace(config.environment, scorer=scorer))
+    environment = dataclasses.replace(config.environment, scorer=scorer, grader_processes=1)
+    config = dataclasses.replace(config, environment=environment)
   identity = suite_run.identity_of(config, suite, found, {"step": 3})
-  more = {"processes": ALONE, "share": WHOLE} | more
-  episodes = suite_run.run_suite(config, None, 7, expand(folder), identity, runs=runs, **more)
+  options = {"processes": ALONE, "share": WHOLE} | options
+  episodes = suite_run.run_suite(config, None, 7, expand(folder), identity, runs=runs, **options)
   return None if episodes is None else summarize(suite, episodes, runs)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sao_jax.config import ModelConfig
+from sao_jax.models.batched_experts import batched_experts
 from sao_jax.models.expert_shards import apply_sharded, sharded_experts
 from sao_jax.models.experts import EXPERT_WEIGHTS, ExpertWeights, count_experts, expert_feed_forward, lives_here
 from sao_jax.models.grouped_matmul import choose_implementation
@@ -42,14 +43,18 @@ def moe_feed_forward(
   layout: Layout,
   replayed: Int[Array, "B T k"] | None = None,
   layer: Int[Array, ""] | None = None,
+  *,
+  batched: bool = False,
 ) -> tuple[Float[Array, "B T D"], Routed]:
   """The routed experts of every token plus, where declared, the shared expert; and how the tokens were routed.
 
   `replayed` are experts to use instead of those that the router prefers, -1 where there are none. With `layer`, the
-  experts' weights are those of all layers, and this one's are read where they stand; they then have no gradient.
+  experts' weights are those of all layers, and this one's are read where they stand; they then have no gradient. Nor
+  have they with `batched`, the fastest for few tokens on one CPU device: see `batched_experts`.
   """
   routing = route(params, x, config, replayed, layout)
   implementation = choose_implementation(config.moe_implementation, layout.platform)
+  implementation = "batched" if batched and implementation == "blocked" else implementation
   out, computed = _routed_experts(params, x, routing, implementation, layout, layer)
   out = out + feed_forward(params["shared"], x, layout) if "shared" in params else out
   return out, Routed(routing.experts, routing.entropy, routing.agreeing, computed)
@@ -67,7 +72,11 @@ def _routed_experts(
     return apply_sharded(layout, implementation, params, x, weights, experts, layer)
 
   flat = (array.reshape(-1, array.shape[-1]) for array in (x, weights, experts))
-  out = expert_feed_forward(params, *flat, implementation=implementation, layer=layer).reshape(x.shape)
+  if implementation == "batched":
+    out = batched_experts({name: params[name] for name in EXPERT_WEIGHTS}, *flat)
+  else:
+    out = expert_feed_forward(params, *flat, implementation=implementation, layer=layer)
+  out = out.reshape(x.shape)
   return out, jnp.sum(lives_here(experts, count_experts(params)), axis=-1, dtype=jnp.int32)
 
 

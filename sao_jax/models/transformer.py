@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from sao_jax.parallel.layout import ONE_DEVICE, Layout
 from sao_jax.parallel.params import Params, ParamSpec, Specs, stack_specs
 
 UNROLLED_LAYERS = 4  # without remat a stack this shallow becomes straight code: no copies of stacked activations
+Angles = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]  # cos and sin of every token's rotary angles
 LAYER_INPUT = "layer_input"  # names what a layer receives, for the policies of `rematerialize`
 
 
@@ -84,11 +86,13 @@ def trunk(
   layout: Layout = ONE_DEVICE,
   in_place: bool = False,
   added: Float[Array, "B T D"] | None = None,
+  angles: Angles | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, Routed | None]:
   """Embedding, all layers, final norm.
 
   Args:
-    params: the tree that `param_specs(config)` declares ("head" is not read), perhaps with "lora", see `lora`.
+    params: the tree that `param_specs(config)` declares ("head" is not read), perhaps with "lora", see `lora`; or what
+      `layers_apart` makes of it.
     config: static.
     token_ids: the tokens.
     positions: the rotary position of every token.
@@ -101,13 +105,14 @@ def trunk(
       a sampler, whose steps read more weights than tokens. There is then no gradient. Without effect where weights are
       stored in another dtype, split over "expert_embed", or adapted by LoRA.
     added: joins the embeddings of the tokens: what else is known of them. None: nothing.
+    angles: `rotary_angles` of the positions, where the caller has them.
 
   Returns:
     The hidden states after the final norm, in config.dtype; the last carry; and how the MoE layers routed the tokens,
     stacked [L, B, T, ...] over these layers, None without one.
   """
   kind = attention_kind(config)
-  table = rope_table(positions, kind.rotary_dim(config), config.rope_theta, config.yarn)
+  table = angles or rotary_angles(config, positions)
   with jax.named_scope("embed"):
     if can_gather_vocabulary(layout) and not in_place:  # a sampler looks up too few tokens to gather the table for
       x = sharded_embedding(layout, config.dtype, params["embed"], token_ids)
@@ -123,7 +128,8 @@ def trunk(
 
   # Experts that the layers read where they stand, {} if each layer is given its own.
   stacks, experts = {name: params[name] for name in ("dense_layers", "moe_layers") if name in params}, {}
-  if in_place and scale is None and "moe_layers" in stacks:
+  apart = any(isinstance(stack, tuple) for stack in stacks.values())
+  if in_place and scale is None and "moe_layers" in stacks and not apart:
     stacks["moe_layers"], experts = set_experts_apart(stacks["moe_layers"], x.dtype, layout)
 
   def layer(
@@ -157,7 +163,7 @@ def trunk(
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
     if "moe" in params:
       place = layer_index - config.num_mlp_layers if experts else None
-      out, routed = moe_feed_forward(params["moe"] | experts, normed, config, layout, replayed, place)
+      out, routed = moe_feed_forward(params["moe"] | experts, normed, config, layout, replayed, place, batched=apart)
     else:
       out = feed_forward(params["mlp"], normed, layout)
     return (layout.constrain(x + out, "batch", "sequence", None), carry, passed), routed
@@ -167,9 +173,18 @@ def trunk(
     (x, _, passed), routed = layer((x, None, passed), (*weights, *others), chosen)
     return x, passed, routed
 
-  # One loop over each stack of equal layers.
+  # One loop over each stack of equal layers, or straight code.
   first_layer, routed = 0, None
   for name, stack in stacks.items():
+    if apart:
+      of_layers = []
+      for index, weights in enumerate(stack, first_layer):
+        (x, carry, passed), of_layer = layer((x, carry, passed), (weights, lora_of(params, name), index, None))
+        of_layers.append(of_layer)
+      routed = jax.tree.map(lambda *parts: jnp.stack(parts), *of_layers)
+      first_layer += len(stack)
+      continue
+
     count = stack["mlp_norm"].shape[0]
     layer_indices = jnp.arange(first_layer, first_layer + count, dtype=jnp.int32)
     replayed = None if routed_experts is None or name == "dense_layers" else jnp.moveaxis(routed_experts, 2, 0)
@@ -184,6 +199,25 @@ def trunk(
     first_layer += count
 
   return rms_norm(x, params["final_norm"], config.rms_norm_eps), carry, routed
+
+
+def layers_apart(params: Params) -> Params:
+  """`params` with a tuple of layers in place of each stack: for a program without gradient that loops over `trunk`.
+
+  XLA copies a layer out of its stack on a CPU, in every turn of the loop; here that is done once, before it. The layers
+  become straight code, and all experts of a layer are computed at once (`batched_experts`).
+  """
+
+  def cut(stack: Params) -> tuple[Params, ...]:
+    layers = range(stack["mlp_norm"].shape[0])
+    return tuple(jax.tree.map(operator.itemgetter(layer), stack) for layer in layers)
+
+  return params | {name: cut(params[name]) for name in ("dense_layers", "moe_layers") if name in params}
+
+
+def rotary_angles(config: ModelConfig, positions: Int[Array, "B T"]) -> Angles:
+  """The `rope_table` of a model."""
+  return rope_table(positions, attention_kind(config).rotary_dim(config), config.rope_theta, config.yarn)
 
 
 def fixed_paths(config: ModelConfig) -> frozenset[str]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from sao_jax.config import ModelConfig
 from sao_jax.models.attention import Attend
-from sao_jax.models.transformer import head_logits, trunk
+from sao_jax.models.transformer import head_logits, rotary_angles, trunk
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.params import Params
 from sao_jax.sampler.sampling import SamplingRule, sample_tokens, slot_uniforms
@@ -79,6 +79,9 @@ def sample_loop(
   """
   # Random numbers belong to (rollout, index of the token), whatever else is in the batch.
   uniforms = slot_uniforms(key, first.rollout_id, first.random_offset + first.lengths + 1, max_steps)
+
+  # The angles of all steps: inside the loop, a CPU would compute the sines for every layer and head again.
+  angles = rotary_angles(config, first.lengths[:, None] + jnp.arange(max_steps, dtype=jnp.int32))  # [R, N, half]
   shape = (max_steps, first.lengths.shape[0])
   outputs = DecodeOutputs(
     tokens=jnp.zeros(shape, jnp.int32),
@@ -123,6 +126,7 @@ def sample_loop(
       carry=cache,
       layout=layout,
       in_place=True,
+      angles=tuple(jax.lax.dynamic_slice_in_dim(part, step, 1, axis=1) for part in angles),
     )
     experts = routed.experts[:, :, 0] if keep_experts else None
     rows, outputs = sample(step, rows, hidden[:, 0], experts, outputs)

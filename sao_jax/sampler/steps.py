@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from sao_jax.config import ModelConfig
-from sao_jax.models.transformer import trunk
+from sao_jax.models.transformer import layers_apart, trunk
 from sao_jax.parallel.layout import Layout
 from sao_jax.parallel.params import Params
 from sao_jax.sampler.cache import read_window, update_slots
@@ -17,6 +17,7 @@ from sao_jax.sampler.caches import empty_cache
 from sao_jax.sampler.sample_loop import DecodeOutputs, sample_loop
 from sao_jax.sampler.sampling import SamplingRule
 from sao_jax.sampler.state import EngineState, SlotState, keep_others, place_state, put_rows, readable, state_shardings
+from sao_jax.sampler.straight import join_layers, joined_attend, new_positions, runs_straight
 
 
 @functools.partial(jax.jit, static_argnames=("config", "window", "keep_experts", "layout"), donate_argnames="state")
@@ -113,13 +114,20 @@ def decode(
   first = first.replace(active=first.active & (slots < num_slots))
   past = read_window(state.cache, None if everything else slots, window)
   new = empty_cache(config, slots.shape[0], max_steps, state.cache.dtype)
+  attend_at = lambda step, rows: past.attend(config, first.lengths, step, max_steps)
+
+  # A shallow model on a CPU has every layer in arrays of its own, with room for the new tokens behind the past.
+  straight = runs_straight(params, config, layout)
+  if straight:
+    params, new = layers_apart(params), join_layers(past, new)
+    attend_at = lambda step, rows: joined_attend(first.lengths, window, step)
 
   # Each row feeds its pending token, which this writes to the small cache.
   last, new, outputs = sample_loop(
     params,
     first,
     new,
-    lambda step, rows: past.attend(config, first.lengths, step, max_steps),
+    attend_at,
     key,
     num_steps,
     config=config,
@@ -131,6 +139,7 @@ def decode(
   )
 
   # What was sampled goes to the cache of the slots once per dispatch.
+  new = new_positions(new, window) if straight else new
   shardings = None if layout.mesh is None else state_shardings(state, layout).cache
   written, which = last.lengths - first.lengths, None if everything else slots
   cache = update_slots(state.cache, new, which, first.lengths, written, shardings=shardings)

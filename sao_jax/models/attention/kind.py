@@ -51,7 +51,7 @@ class AttentionLayer(Protocol):
       table: cos and sin of the rotary angles of the tokens.
       config: static.
       attend: says what the queries read.
-      layer_index: the layer's index, traced.
+      layer_index: the layer's index, traced; a number in straight code.
       carry: the state of `attend`, for example a cache.
       common: the parameters of `AttentionKind.common_specs`.
       passed: what the layer before has passed on; of the first layer `AttentionKind.start`.

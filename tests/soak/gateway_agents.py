@@ -69,14 +69,13 @@ async def play(task: dict, line: Line, options: argparse.Namespace, rng: random.
       done["dropped"] += 1
     status, answer = await line.ask(*request)
     done["requests"] += 1
-    if status != 200:
-      raise RuntimeError(f"status {status} in turn {turn}: {answer}")
+    if status != 200:  # the episode is over, for a reason that its outcome names
+      done[answer["error"]["code"]] += 1
+      return
     said = answer["choices"][0]["message"]
     messages += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": f"{TALK} {turn}"}]
   status, answer = await line.ask(urllib.parse.urlsplit(task["reward_url"]).path, task["reward_key"], {"reward": 1.0})
-  if status != 200:
-    raise RuntimeError(f"status {status} for the reward: {answer}")
-  done["episodes"] += 1
+  done["episodes" if status == 200 else answer["error"]["code"]] += 1
 
 
 async def work(url: str, options: argparse.Namespace, rng: random.Random, done: collections.Counter) -> None:

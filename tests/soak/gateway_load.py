@@ -142,7 +142,7 @@ def make_config(episodes: int, turns: int, think_timeout: float) -> RunConfig:
       "window_buckets": (context // 4, context) if turns > 8 else (context,),
     },
     rollout={
-      "max_turns": turns + 1,
+      "max_turns": 2 * turns + 1,  # an answer that a broken connection lost is sampled again
       "max_tokens": context,
       "max_tokens_per_turn": 32,
       "environment_timeout": 600.0,
@@ -306,7 +306,7 @@ def parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser()
   for name, default in {"episodes": 256, "turns": 50, "processes": 16, "killed": 0}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
-  settings = {"delay": 0.2, "sigma": 1.0, "dropped": 0.0, "think_timeout": 30.0}
+  settings = {"delay": 0.2, "sigma": 1.0, "dropped": 0.0, "think_timeout": 120.0}
   for name, default in settings.items():
     parser.add_argument(f"--{name}", type=float, default=default)
   parser.add_argument("--sampler", choices=("fake", "tiny"), default="fake")

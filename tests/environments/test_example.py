@@ -1,4 +1,4 @@
-"""The example of environments/README.md is a complete environment of at most 40 lines."""
+"""The example of environments/WRITE.md is a complete environment of at most 40 lines."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_processes_play_one_episode_after_the_other_and_what_fails_keeps_its_typ
 @pytest.fixture
 def example(tmp_path, monkeypatch):
   """The module that the README shows."""
-  readme = (REPOSITORY / "sao_jax" / "environments" / "README.md").read_text(encoding="utf-8")
+  readme = (REPOSITORY / "sao_jax" / "environments" / "WRITE.md").read_text(encoding="utf-8")
   section = readme.partition("\n## Synchronous environments\n")[2]
   (tmp_path / "countdown.py").write_text(re.search(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)[1])
   monkeypatch.syspath_prepend(tmp_path)

@@ -25,7 +25,6 @@ from sao_jax.evaluation.suite_episodes import SuiteEpisode, read_episodes
 from sao_jax.evaluation.suite_result import pass_at_k, summarize
 from sao_jax.interrupt import Interrupted
 from sao_jax.parallel.process import DataShare
-from sao_jax.run_lock import run_lock
 
 
 @pytest.fixture(scope="module")
@@ -202,14 +201,6 @@ def test_what_failed_is_tried_again_and_an_interruption_keeps_what_has_ended(pub
   with pytest.raises(Interrupted):
     suite_toy.run(published["aime25"], tmp_path, 3, sampler=slow, interrupt=Stop())
   assert 8 <= len(read_episodes(tmp_path)) < 12
-
-
-def test_one_command_at_a_time_runs_the_episodes_of_a_folder(published, tmp_path):
-  config = suite_toy.training_toy.replace(suite_toy.get_config(), training={"lock_seconds": 0.0})
-  with run_lock(tmp_path, patience=0.0), pytest.raises(ConfigError, match="another run .* holds"):
-    suite_toy.run(published["aime25"], tmp_path, 1, config=config)
-  assert not read_episodes(tmp_path)
-  assert suite_toy.run(published["aime25"], tmp_path, 1, config=config).graded == 4
 
 
 def test_several_processes_share_the_episodes(published, tmp_path):

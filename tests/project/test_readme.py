@@ -109,13 +109,13 @@ def test_no_placeholder_is_left(path):
 
 
 def test_the_functions_that_read_tool_calls_are_named():
-  names = set(MODULE.findall(text("sao_jax/environments/README.md")))
+  names = set(MODULE.findall(text("sao_jax/environments/WRITE.md")))
   assert {"sao_jax.chat.tool_calls.parse_hermes", "sao_jax.chat.tool_calls.parse_glm"} <= names
 
 
 def test_the_environment_is_the_tested_one_and_short():
   source = text("tests/toys/readme_environment.py").rstrip()
-  assert f"```python\n{source}\n```" in text("sao_jax/environments/README.md")
+  assert f"```python\n{source}\n```" in text("sao_jax/environments/WRITE.md")
   assert len(source.splitlines()) <= 40
 
 

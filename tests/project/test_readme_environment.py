@@ -1,4 +1,4 @@
-"""The files and commands of "Add an environment" in environments/README.md, as a new user saves and pastes them."""
+"""The files and commands of "Add an environment" in environments/WRITE.md, as a new user saves and pastes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toys.paths import REPOSITORY
 
 pytestmark = pytest.mark.timeout(900)  # its commands have ten minutes
 
-README = (REPOSITORY / "sao_jax" / "environments" / "README.md").read_text(encoding="utf-8")
+README = (REPOSITORY / "sao_jax" / "environments" / "WRITE.md").read_text(encoding="utf-8")
 SECTION = README.partition("\n## Add an environment\n")[2].partition("\n## ")[0]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
 NAMES = re.findall(r"`(guess_number\w*\.py)`", SECTION.partition("```bash")[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -50,11 +49,14 @@ class PerEventLoop(Generic[T]):
 
   def __init__(self, make: Callable[[], T]):
     self._make = make
-    self._made: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, T] = weakref.WeakKeyDictionary()
+    self._made: dict[asyncio.AbstractEventLoop, T] = {}
 
   def get(self) -> T:
     """Returns that of the running event loop, made when it is first asked for."""
     event_loop = asyncio.get_running_loop()
     if event_loop not in self._made:
+      # Those of event loops that have ended go, since nobody can ask for them any more.
+      for ended in [each for each in list(self._made) if each.is_closed()]:
+        self._made.pop(ended, None)
       self._made[event_loop] = self._make()
     return self._made[event_loop]

@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -68,7 +69,9 @@ class LocalSandbox:
   def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, errors: int, limits: SandboxLimits):
     """Takes over what `start` has started."""
     self._process, self._control = process, control
-    self._errors: int | None = errors  # what bubblewrap and the supervisor say
+    self._errors = errors  # what bubblewrap and the supervisor say
+    # One that nobody has closed, because its event loop has ended, ends with its last reference.
+    self._free = weakref.finalize(self, _free, process, control, errors)
     self._turn = asyncio.Lock()
     self._gone = ""  # why, once it is of no use any more
     self._held: LocalProcess | None = None
@@ -152,9 +155,9 @@ class LocalSandbox:
     except BaseException:
       self._turn.release()
       raise
-    answer = asyncio.ensure_future(self._answer())
-    answer.add_done_callback(lambda _: self._turn.release())
-    self._held = LocalProcess(pipes, answer, self._kill_command, self._kill)
+    ended = self._end_of_process()
+    ended.add_done_callback(lambda _: self._turn.release())
+    self._held = LocalProcess(pipes, ended, self._kill_command, self._kill)
     return self._held
 
   async def write_file(self, path: str, data: bytes) -> None:
@@ -174,12 +177,9 @@ class LocalSandbox:
     self._kill(CLOSED)
     await asyncio.to_thread(self._process.wait)
     async with self._turn:  # a call that was under way has seen the end of the socket, and has failed
-      if self._errors is not None:
-        if self._held is not None:
-          self._held.close_pipes()
-        os.close(self._errors)
-        self._errors = None
-        self._control.close()
+      if self._held is not None:
+        self._held.close_pipes()
+      self._free()
 
   def _check_file(self, path: str, result: CommandResult) -> None:
     if result.exit_status == supervisor.REFUSED:
@@ -263,10 +263,33 @@ class LocalSandbox:
     finally:
       exceeded.cancel()
 
+  def _end_of_process(self) -> asyncio.Future[ProcessEnd]:
+    """Waits for the supervisor's answer by a callback: a task would be left over when an event loop ends."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[ProcessEnd] = loop.create_future()
+
+    def read() -> None:
+      loop.remove_reader(control)
+      line = b""
+      with contextlib.suppress(OSError):
+        line = self._control.recv(MAX_ANSWER)
+      try:
+        ended.set_result(_process_end(self._read_answer(line)))
+      except InfrastructureFailure as failure:
+        ended.set_exception(failure)
+        ended.exception()  # that nobody asks for it is right
+
+    control = self._control.fileno()
+    loop.add_reader(control, read)
+    return ended
+
   async def _answer(self) -> dict[str, Any]:
     line = b""
     with contextlib.suppress(OSError):
       line = await asyncio.get_running_loop().sock_recv(self._control, MAX_ANSWER)
+    return self._read_answer(line)
+
+  def _read_answer(self, line: bytes) -> dict[str, Any]:
     if not line:
       self._kill("its supervisor has ended")
       said = os.pread(self._errors, 500, 0).decode("utf-8", "replace").strip()
@@ -292,7 +315,7 @@ class LocalProcess:
   def __init__(
     self,
     pipes: tuple[int, int, int],
-    answer: asyncio.Future[dict[str, Any]],
+    ended: asyncio.Future[ProcessEnd],
     kill: Callable[[], None],
     kill_sandbox: Callable[[str], None],
   ):
@@ -300,20 +323,15 @@ class LocalProcess:
 
     Args:
       pipes: near ends of standard input, output and error.
-      answer: what the supervisor says in the end.
+      ended: done when the supervisor says so.
       kill: has the supervisor kill the process.
       kill_sandbox: ends the sandbox, for a reason.
     """
     for descriptor in pipes:
       os.set_blocking(descriptor, False)
     self.stdin, self.stdout, self.stderr = pipes
-    self._kill, self._kill_sandbox, self._open = kill, kill_sandbox, True
-
-    async def end() -> ProcessEnd:
-      return _process_end(await answer)
-
-    self.ended = asyncio.ensure_future(end())
-    self.ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # that nobody asks for it is right
+    self._kill, self._kill_sandbox, self.ended = kill, kill_sandbox, ended
+    self._close_pipes = weakref.finalize(self, _close_all, pipes)
 
   async def end(self) -> ProcessEnd:
     """Kills it with all that it started, see `SandboxProcess.end`."""
@@ -336,10 +354,19 @@ class LocalProcess:
 
   def close_pipes(self) -> None:
     """Closes the near ends of its pipes, once."""
-    if self._open:
-      self._open = False
-      for descriptor in (self.stdin, self.stdout, self.stderr):
-        os.close(descriptor)
+    self._close_pipes()
+
+
+def _free(process: subprocess.Popen[bytes], control: socket.socket, errors: int) -> None:
+  """Ends a sandbox, if it has not ended, and closes what it had."""
+  process.kill()
+  control.close()
+  os.close(errors)
+
+
+def _close_all(descriptors: tuple[int, ...]) -> None:
+  for descriptor in descriptors:
+    os.close(descriptor)
 
 
 def _run_request(command: Sequence[str], cwd: str, environment: Mapping[str, str] | None) -> dict[str, Any]:

@@ -281,13 +281,26 @@ class DockerProcess:
     self.stdin, self.stdout, self.stderr = (pipe.fileno() for pipe in (program.stdin, program.stdout, program.stderr))
     for descriptor in (self.stdin, self.stdout, self.stderr):
       os.set_blocking(descriptor, False)
-    self.ended = asyncio.ensure_future(self._end())
-    self.ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # that nobody asks for it is right
 
-  async def _end(self) -> ProcessEnd:
-    status = await ended(self._program)
-    memory = await self._clean_up(status) and status == KILLED
-    return ProcessEnd(None, "memory") if memory else ProcessEnd(status, "")
+    # By a callback: a task would be left over when an event loop ends.
+    self._descriptor, loop = os.pidfd_open(program.pid), asyncio.get_running_loop()
+    self.ended: asyncio.Future[ProcessEnd] = loop.create_future()
+    loop.add_reader(self._descriptor, self._begin_end)
+
+  def _begin_end(self) -> None:
+    asyncio.get_running_loop().remove_reader(self._descriptor)
+    os.close(self._descriptor)
+    self._ending = asyncio.ensure_future(self._end())
+
+  async def _end(self) -> None:
+    """Clears away what docker's program, which has ended, may have left running."""
+    try:
+      status = self._program.wait()
+      memory = await self._clean_up(status) and status == KILLED
+      self.ended.set_result(ProcessEnd(None, "memory") if memory else ProcessEnd(status, ""))
+    except Exception as failure:
+      self.ended.set_exception(failure)
+      self.ended.exception()  # that nobody asks for it is right
 
   async def end(self) -> ProcessEnd:
     """Kills it with all that it started, see `SandboxProcess.end`; then docker's own program, if that goes on."""
@@ -305,19 +318,6 @@ class DockerProcess:
     for pipe in (self._program.stdin, self._program.stdout, self._program.stderr):
       with contextlib.suppress(OSError):
         pipe.close()
-
-
-async def ended(program: subprocess.Popen[bytes]) -> int:
-  """Waits for the end of a program of this machine, without a thread; returns its exit status."""
-  descriptor = os.pidfd_open(program.pid)
-  over, loop = asyncio.Event(), asyncio.get_running_loop()
-  loop.add_reader(descriptor, over.set)
-  try:
-    await over.wait()
-    return program.wait()
-  finally:
-    loop.remove_reader(descriptor)
-    os.close(descriptor)
 
 
 def _environment_options(environment: Mapping[str, str] | None) -> list[str]:

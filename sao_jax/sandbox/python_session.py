@@ -42,7 +42,7 @@ class CodeResult:
     ended_for: why the interpreter was ended or has ended, a limit, "exit" by itself, or "pipes", which it has broken;
       "" if it goes on.
     notice: what the agent has to know beside it: that variables are gone and why, or that output was left out.
-    seconds: from the request on.
+    seconds: of the code, without the start of an interpreter.
   """
 
   output: str
@@ -125,12 +125,13 @@ class PythonSession:
     """
     check_timeout(timeout)
     async with self._turn:
-      begin = time.monotonic()
       try:
+        process, call, ended_for, lost = await self._interpreter()
+        begin = time.monotonic()
+        if not ended_for:
+          call = Call(code, process, self.sandbox.limits.output)
+          ended_for = await call.run(timeout)
         # An interpreter that goes on is the usual end.
-        process, lost = await self._interpreter()
-        call = Call(code, process, self.sandbox.limits.output)
-        ended_for = await call.run(timeout)
         if not ended_for:
           return CodeResult(call.output, call.error, "", lost + call.left_out, time.monotonic() - begin)
 
@@ -149,16 +150,23 @@ class PythonSession:
     await self.sandbox.close()
     await self._drop()
 
-  async def _interpreter(self) -> tuple[SandboxProcess, str]:
-    """Returns a process that runs, and what to say of the last one where that ended between two calls."""
+  async def _interpreter(self) -> tuple[SandboxProcess, Call | None, EndedFor, str]:
+    """Finds or starts a process; its start is not charged to the code.
+
+    Returns:
+      (the process, its first call if it has just started, why that has failed or "", what to say of the last process
+      where that ended between two calls).
+    """
     lost = ""
     if self._process is not None and self._process.ended.done():
       _, lost = self._reason("exit", await self._process.end(), 0.0)
       lost += " This call ran in a fresh one.\n"
       await self._drop()
-    if self._process is None:
-      self._process = await self.sandbox.start_process(self._command)
-    return self._process, lost
+    if self._process is not None:
+      return self._process, None, "", lost
+    self._process = await self.sandbox.start_process(self._command)
+    first = Call("", self._process, self.sandbox.limits.output)
+    return self._process, first, await first.run(START_TIMEOUT), lost
 
   async def _drop(self) -> None:
     if self._process is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import os
 import textwrap
 
@@ -282,6 +283,27 @@ def test_thirty_two_sessions_of_a_pool_run_at_once():
 
   descriptors = len(os.listdir("/proc/self/fd"))
   asyncio.run(run())
+  assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_session_that_outlives_its_event_loop_leaves_no_task_and_ends_with_its_last_reference():
+  if sandboxes.missing():
+    pytest.skip(sandboxes.missing())
+  descriptors = len(os.listdir("/proc/self/fd"))
+
+  async def run():
+    pool = SandboxPool(functools.partial(PythonSession.start, functools.partial(LocalSandbox.start, SMALL)), warm=1)
+    await pool.release(await pool.acquire())
+    async with pool.sandbox() as lent:  # the one that waited; another one waits now
+      await asyncio.sleep(0.2)
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+    return [waiting.result().sandbox._process for waiting in pool._warm], lent
+
+  (process,), lent = asyncio.run(run())
+  assert process.poll() is None and lent.sandbox._process.poll() is not None
+  del lent
+  gc.collect()
+  assert process.wait(PATIENT) == -9
   assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

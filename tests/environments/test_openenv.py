@@ -8,7 +8,8 @@ import os
 import pathlib
 import pickle
 import signal
-import sys
+import socket
+import threading
 
 import pytest
 from toys.scripted_policy import WIDE, episode, play
@@ -24,28 +25,29 @@ from sao_jax.errors import ConfigError
 pytest.importorskip("openenv", reason="the extra `openenv` is not installed")
 
 TOYS = str(pathlib.Path(__file__).parents[1])
-APP = "toys.openenv_toy:app"
 SCHEMA = {"properties": {"guess": {"type": "integer"}, "why": {"type": "string"}}, "required": ["guess"]}
 
 
 @pytest.fixture(scope="module")
 def settings():
-  """The environment on a server of its own, which all tests share."""
-  sys.path.insert(0, TOYS)
-  made = OpenEnv(app=APP, action="guess", num_prompts=9, sessions=2, system_prompt="")
-  yield made
-  made.server.close()
-  sys.path.remove(TOYS)
+  """The environment on a server that runs already: in a thread, since its package takes seconds to import."""
+  uvicorn = pytest.importorskip("uvicorn")
+  from toys.openenv_toy import app
+
+  listener = socket.create_server(("127.0.0.1", 0))
+  server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+  thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+  thread.start()
+  url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+  yield OpenEnv(base_url=url, action="guess", num_prompts=9, sessions=2, system_prompt="")
+  server.should_exit = True
+  thread.join()
 
 
 @pytest.fixture
 def like(settings):
   """Makes settings that differ, on the same server."""
-
-  def make(**changes) -> OpenEnv:
-    return dataclasses.replace(settings, app="", base_url=settings.server.url(), **changes)
-
-  return make
+  return lambda **changes: dataclasses.replace(settings, **changes)
 
 
 def prompt_of(settings: OpenEnv, index: int = 0):
@@ -136,9 +138,10 @@ def test_episodes_wait_for_a_place_and_for_a_full_server(like, settings):
 
 
 @pytest.fixture
-def light(settings):
+def light(monkeypatch):
   """Settings with a server of their own that speaks the protocol and starts at once."""
-  made = dataclasses.replace(settings, app="toys.plain_openenv:app")
+  monkeypatch.syspath_prepend(TOYS)
+  made = OpenEnv(app="toys.plain_openenv:app", action="guess", num_prompts=2)
   yield made
   made.server.close()
 
@@ -172,7 +175,8 @@ def test_it_is_part_of_a_mixture(settings):
   assert pickle.loads(pickle.dumps(settings)) == settings
 
 
-def test_a_server_that_cannot_start_or_be_reached_is_refused_before_work_starts(settings):
+def test_a_server_that_cannot_start_or_be_reached_is_refused_before_work_starts(monkeypatch):
+  monkeypatch.syspath_prepend(TOYS)
   for settings, problem in (
     (OpenEnv(app="nowhere_at_all:app"), "ended with status"),
     (OpenEnv(base_url="http://127.0.0.1:9"), "No OpenEnv server answers at 'http://127.0.0.1:9'"),

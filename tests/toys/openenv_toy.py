@@ -28,7 +28,7 @@ class Numbers(Environment[Guess, Told, State]):
     if action.guess == 77:
       raise ValueError("seventy-seven breaks it")
     if action.guess == 78:
-      time.sleep(30)
+      time.sleep(2)
     if action.guess == 79:
       return Told(told="gone", done=True)  # without any reward
     right = action.guess == self.hidden
@@ -41,7 +41,6 @@ class Numbers(Environment[Guess, Told, State]):
 
 
 app = create_app(Numbers, Guess, Told, max_concurrent_envs=2)
-narrow = create_app(Numbers, Guess, Told, max_concurrent_envs=1)
 
 
 def read_guess(said: str) -> dict[str, int]:

@@ -38,7 +38,7 @@ def join_layers(past: KVCache, new: KVCache) -> Joined:
 
 
 def new_positions(joined: Joined, window: int) -> KVCache:
-  """What was written behind the windows, as a cache of all layers."""
+  """The rows written behind the windows, as a cache of all layers."""
   return KVCache(
     k=jnp.stack([layer.k[..., window:] for layer in joined], axis=1),
     v=jnp.stack([layer.v[..., window:, :] for layer in joined], axis=1),

@@ -154,6 +154,13 @@ def test_exhausted_memory_is_an_error_or_an_end(box):
   box.dies(many, "memory", "More than 64 MiB of memory were used")
 
 
+def test_too_many_files_end_the_interpreter_and_can_be_cleared_away(box):
+  many = f"import time\nfor n in range({SMALL.files + 20}): open(f'many{{n}}', 'w').close()\ntime.sleep(60)"
+  box.dies(many, "disk", f"More than {SMALL.files} files were made")
+  clear = "import glob, os\nfor name in glob.glob('many*'): os.remove(name)\nlen(glob.glob('many*'))"
+  assert box(clear).text == "0"
+
+
 def test_a_flood_of_output_ends_the_interpreter(box):
   box.dies("import os\nwhile True: os.write(1, b'x' * 10000)", "output", f"More than {SMALL.output} bytes were written")
 

@@ -31,6 +31,7 @@ from sao_jax.parallel.agreement import Processes
 from sao_jax.parallel.process import DataShare
 from sao_jax.rollout.entries import Rollout
 from sao_jax.rollout.run_episode import EpisodeLimits
+from sao_jax.run_lock import run_lock
 from sao_jax.types import PyTree
 
 
@@ -78,7 +79,7 @@ def run_suite(
     interrupt: ends it when a process is asked to stop; the episodes that have ended stay.
 
   Raises:
-    ConfigError: the folder holds episodes of another evaluation.
+    ConfigError: the folder holds episodes of another evaluation, or another command runs them.
     Interrupted: a process was asked to stop.
   """
   source = config.environment.prompts(config.environment.tokenizer(), "heldout", config.evaluation.seed)
@@ -130,7 +131,9 @@ def _run_missing(
   def keep_texts(prompt: Prompt, told: Mapping[str, str], reward: float) -> None:
     texts[prompt.key.id, prompt.key.epoch] = dict(told)
 
-  with EpisodeFile(folder, share.index, identity) as file:
+  # Two commands at a time would run the same episodes, and write into the same lines.
+  lock = run_lock(folder, patience=config.training.lock_seconds, first_process=share.first)
+  with lock, EpisodeFile(folder, share.index, identity) as file:
     known = read_episodes(folder)
     is_done = lambda key: key in known and known[key].done
     missing = [rollout for rollout in rollouts if not is_done((rollout.prompt.key.id, rollout.prompt.key.epoch))]

@@ -18,6 +18,7 @@ KEYS = {
   "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning"},
   "tool": {"role", "content", "name", "tool_call_id"},
 }
+PLAIN, TALKERS = {"role", "content"}, ("system", "user", "assistant")
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -37,6 +38,10 @@ def read_messages(value: Any) -> tuple[dict[str, Any], ...]:
   called: set[str] = set()
   read = []
   for index, given in enumerate(messages):
+    # Most are plain, and conversations grow long.
+    if isinstance(given, dict) and given.keys() == PLAIN and given["role"] in TALKERS and type(given["content"]) is str:
+      read.append(dict(given))
+      continue
     message = _read_message(object_of(given, f"messages[{index}]"), f"messages[{index}]")
 
     # A result belongs to a call that was made before.

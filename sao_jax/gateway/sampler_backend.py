@@ -112,8 +112,13 @@ class SamplerBackend:
     prompt_ids, opening = await asyncio.to_thread(self._prompt, request)
     read = lambda text: read_turn(opening + text, request.tools, call_format=self._call_format)
     live = LiveTurn(request.tools, self._call_format)
-    live.take(opening)
-    return await self._answer(request, prompt_ids, self._renderer.stop_ids, read, live.take, emit)
+    opened = [live.take(opening)]  # the template's part of the answer, shown with the first sampled one
+
+    def show(text: str) -> Piece:
+      before, piece = opened.pop() if opened else Piece(), live.take(text)
+      return Piece(before.content + piece.content, before.reasoning_content + piece.reasoning_content)
+
+    return await self._answer(request, prompt_ids, self._renderer.stop_ids, read, show, emit)
 
   async def complete(self, request: CompletionRequest, emit: Emit | None = None) -> Answer:
     """Goes on with a text. Names of special tokens in it stand for the tokens: the client writes the whole context."""

@@ -393,6 +393,21 @@ def latest_policy(
   )
 
 
+def newer_policy(
+  config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: str, than: LatestPolicy
+) -> LatestPolicy | None:
+  """Loads what `latest_policy` would, if a run beside has saved it after `than`; None if not, or not readable yet."""
+  names = (phase,) if phase else (TRAIN, SFT)
+  newest = next(((name, step) for name in names if (step := latest_step(workdir / name)) is not None), None)
+  if newest in (None, (than.phase, than.step)):
+    return None
+  try:
+    return latest_policy(config, learner, workdir, phase)
+  except (OSError, ValueError, KeyError) as error:  # it may be removed already, or still on its way
+    logging.warning("the checkpoint of %s, step %d, could not be read: %s", *newest, error)
+    return None
+
+
 def _kept_policy(learner: Learner, folder: pathlib.Path, step: int) -> LatestPolicy:
   """Loads the policy of a checkpoint of a phase."""
   version = load_host_state(folder, step)["policy_version"] if folder.name == TRAIN else 0

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import math
+import re
 import signal
 import time
 
@@ -25,6 +26,7 @@ from sao_jax.evaluation.suite_episodes import SuiteEpisode, read_episodes
 from sao_jax.evaluation.suite_result import pass_at_k, summarize
 from sao_jax.interrupt import Interrupted
 from sao_jax.parallel.process import DataShare
+from sao_jax.run_lock import run_lock
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,15 @@ def test_the_suites_have_the_runs_and_turns_of_the_paper():
     "aime25": (16, 50), "beyondaime": (4, 50), "hmmt_nov_2025": (16, 50), "imo_answerbench": (16, 50)
   }  # fmt: skip
   assert SUITES["swe_bench_verified"].max_turns == 300
+
+  # The table for users has the same, and where each is published.
+  readme = (REPOSITORY / "launch" / "README.md").read_text(encoding="utf-8")
+  rows = re.findall(r"^\| `(\w+)` \| (.*) \| (\d+) \| (\d+) \|", readme, re.MULTILINE)
+  table = {name: (int(runs), int(turns)) for name, _, runs, turns in rows}
+  assert table == {name: (suite.runs, suite.max_turns) for name, suite in SUITES.items()}
+  for name, published, _, _ in rows:
+    places = [place.removeprefix("hf:") for place in SUITES[name].published]
+    assert any(place in published for place in places) or "google-deepmind/superhuman" in published
   with pytest.raises(ConfigError, match="there is no suite 'aime24'.*\n.*Did you mean 'aime25'"):
     find_suite("aime24")
 
@@ -201,6 +212,14 @@ def test_what_failed_is_tried_again_and_an_interruption_keeps_what_has_ended(pub
   with pytest.raises(Interrupted):
     suite_toy.run(published["aime25"], tmp_path, 3, sampler=slow, interrupt=Stop())
   assert 8 <= len(read_episodes(tmp_path)) < 12
+
+
+def test_one_command_at_a_time_runs_the_episodes_of_a_folder(published, tmp_path):
+  config = suite_toy.training_toy.replace(suite_toy.get_config(), training={"lock_seconds": 0.0})
+  with run_lock(tmp_path, patience=0.0), pytest.raises(ConfigError, match="another run .* holds"):
+    suite_toy.run(published["aime25"], tmp_path, 1, config=config)
+  assert not read_episodes(tmp_path)
+  assert suite_toy.run(published["aime25"], tmp_path, 1, config=config).graded == 4
 
 
 def test_several_processes_share_the_episodes(published, tmp_path):

@@ -7,8 +7,14 @@ import json
 
 import openai
 import pytest
+from toys import chat_toy
 from toys.gateway_toy import ADD, BYTES, KEY, ScriptedSampler, client_of, last_user, scripted_backend, serving, user
 
+from sao_jax.chat.conversation import ChatRenderer
+from sao_jax.chat.hf_tokenizer import HFTokenizer
+from sao_jax.gateway.sampler_backend import SamplerBackend
+
+TOKENS = {"return_token_ids": True}
 SAY = {"call": '<think>add?</think>I add.<|tool_call|>add {"a": 1}', "smile": "naïve 🙂 <|answer|>"}
 
 
@@ -200,9 +206,29 @@ def test_other_rules_of_sampling_are_passed_on_or_refused(client, sampler):
     chat(client, "a", top_p=0.9)
 
 
-def test_a_policy_without_a_chat_template_completes(sampler):
-  from sao_jax.gateway.sampler_backend import SamplerBackend
+def test_chat_templates_of_folders_with_thinking_that_they_open(tmp_path):
+  folder = chat_toy.save_folder(tmp_path, chat_toy.THINKING)
+  renderer = ChatRenderer(HFTokenizer(folder), options={"open_thinking": True})
+  said = 'hm\n</think>\n\nI look.<tool_call>\n{"name": "search", "arguments": {"n": "ö"}}\n</tool_call>'
+  sampler = ScriptedSampler(lambda prompt: said, piece=1, tokenizer=renderer.tokenizer, end="<|im_end|>")
+  backend = SamplerBackend(sampler, renderer.tokenizer, model="toy", renderer=renderer)
+  with serving(backend) as server, client_of(server) as client:
+    message = chat(client, "a", tools=chat_toy.TOOLS).choices[0].message
+    assert message.reasoning_content == "\nhm\n" and message.content == "\n\nI look."
+    assert json.loads(message.tool_calls[0].function.arguments) == {"n": "ö"}
+    _, content, thinking, calls, reason, _ = gathered(chat(client, "a", tools=chat_toy.TOOLS, stream=True))
+    assert (content, thinking, reason) == (message.content, message.reasoning_content, "tool_calls")
+    assert calls == {0: [("search", '{"n": "ö"}')]}
 
+    # A text prompt may name special tokens; what a user says may not.
+    ids = client.completions.create(model="toy", prompt="<|im_end|>", extra_body=TOKENS).choices[0].prompt_token_ids
+    assert ids == [renderer.turn_end_id]
+    with pytest.raises(openai.BadRequestError) as caught:
+      client.chat.completions.create(model="toy", messages=[{"role": "system", "content": {}}])
+    assert caught.value.param == "messages[0].content"
+
+
+def test_a_policy_without_a_chat_template_completes(sampler):
   with serving(SamplerBackend(sampler, BYTES, model="toy")) as server, client_of(server) as client:
     with pytest.raises(openai.BadRequestError, match="/v1/completions"):
       chat(client, "a")

@@ -138,8 +138,20 @@ def test_completions_know_the_log_probability_of_sampled_tokens_only():
 
 @pytest.mark.parametrize(
   "body",
-  [b"{", b"[1]", b'"a"', b"\xff", b'{"a": NaN}', b'{"a": "\\ud800"}', b"[" * 100000, b'{"a": ' + b"9" * 5000 + b"}"],
-  ids=["open", "list", "text", "bytes", "nan", "surrogate", "deep", "digits"],
+  [
+    b"{",
+    b"[1]",
+    b'"a"',
+    b"\xff",
+    b'{"a": NaN}',
+    b'{"a": "\\ud800"}',
+    b'{"a": "\xed\xa0\x80"}',
+    b"[" * 100000,
+    b'{"a": ' + b"9" * 5000 + b"}",
+    b'{"a":' * 101 + b"1" + b"}" * 101,
+    b'{"a": 1e999}',
+  ],
+  ids=["open", "list", "text", "bytes", "nan", "surrogate", "raw", "deep", "digits", "levels", "large"],
 )
 def test_bodies_that_are_no_json_object_are_refused(body):
   assert refused(read_body, body).code == "invalid_json"

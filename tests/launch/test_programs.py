@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,8 +67,9 @@ def interrupted(workdir, pretrained):
   return process.returncode, output
 
 
-def test_a_policy_is_served_until_ctrl_c(workdir):
-  process = start("serve", workdir, "--port=0", "--key=sk-toy", "--phase=sft")
+def test_a_policy_is_served_until_ctrl_c_and_followed_by_newer_ones(workdir, interrupted, tmp_path):
+  shutil.copytree(workdir / "sft", tmp_path / "sft")
+  process = start("serve", tmp_path, "--port=0", "--key=sk-toy", "--follow")
   lines = iter(process.stdout.readline, "")
   url = next(line for line in lines if "served at " in line).split()[-1]
   with openai.OpenAI(base_url=url, api_key="sk-toy", max_retries=0) as client:
@@ -76,6 +78,14 @@ def test_a_policy_is_served_until_ctrl_c(workdir):
     assert set(answer.choices[0].policy_versions) == {0}
     with pytest.raises(openai.AuthenticationError):
       client.with_options(api_key="sk-other").models.list()
+
+    # A run beside saves a checkpoint.
+    shutil.copytree(workdir / "train", tmp_path / "coming")
+    (tmp_path / "coming").rename(tmp_path / "train")
+    deadline = time.monotonic() + 120
+    while not set(answer.choices[0].policy_versions) - {0}:
+      assert time.monotonic() < deadline, "it was not noticed"
+      answer = client.completions.create(model=model.id, prompt=[1, 2], max_tokens=4, extra_body=TOKENS)
   process.send_signal(signal.SIGINT)
   output, _ = process.communicate(timeout=60)
   assert process.returncode == 0 and "Traceback" not in output, output

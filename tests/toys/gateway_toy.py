@@ -32,16 +32,17 @@ class ScriptedSampler:
     asked: the keyword arguments of each turn.
   """
 
-  def __init__(self, script: Callable[[str], str], *, piece: int = 3, context_length: int = 4096):
-    self.script, self.piece = script, piece
-    self.context_length, self.vocab_size, self.top_p = context_length, BYTES.vocab_size, 1.0
+  def __init__(self, script: Callable[[str], str], *, piece: int = 3, tokenizer=BYTES, end: str = "<|end|>"):
+    self.script, self.piece, self.tokenizer, self.end = script, piece, tokenizer, end
+    self.context_length, self.vocab_size, self.top_p = 4096, tokenizer.vocab_size, 1.0
     self.active = self.ended = 0
     self.asked: list[dict] = []
     self.hold = False
 
   async def sample(self, prompt_ids, *, max_tokens, stop_ids, on_tokens=None, **asked) -> Sampled:
     self.asked.append(asked | {"max_tokens": max_tokens, "stop_ids": stop_ids})
-    said = BYTES.encode_with_specials(self.script(BYTES.decode(prompt_ids)) + "<|end|>").tolist()
+    text = self.script(self.tokenizer.decode(prompt_ids)) + self.end
+    said = self.tokenizer.encode_with_specials(text).tolist()
     reason = "stop" if len(said) <= max_tokens else "length"
     said, sent = said[:max_tokens], []
     self.active += 1

@@ -192,10 +192,10 @@ class AgentEpisode(Environment):
 
 
 def _has_own_sampling(request: ChatRequest) -> bool:
-  """Tells if a request asks for other sampling than temperature 1 up to the run's limits, which a run does not heed."""
+  """Tells if a request asks for other sampling than temperature 1 up to the run's limits, which no run heeds."""
   bounds = (request.max_tokens, request.seed)
   neutral = request.temperature in (None, 1.0) and request.top_p in (None, 1.0) and not request.stop
-  return not neutral or any(bound is not None for bound in bounds)
+  return not neutral or request.must_call or any(bound is not None for bound in bounds)
 
 
 def _message(answer: Answer) -> dict[str, Any]:

@@ -135,15 +135,19 @@ def read_tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
   `strict` is left out: arguments are parsed, and not constrained while they are sampled.
 
   Raises:
-    RequestRefused: naming the field, `tool_choice` where it forces a call, which sampling does not.
+    RequestRefused: naming the field.
   """
   tools = None
   if body.get("tools") not in (None, []):
     tools = tuple(_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(list_of(body["tools"], "tools")))
   choice = body.get("tool_choice")
-  if choice not in (None, "none", "auto"):
-    raise unsupported("tool_choice", 'this server takes "none" and "auto"; it cannot force a call.')
-  if choice == "auto" and tools is None:
+  if isinstance(choice, dict):
+    name = text_of(object_of(choice.get("function"), "tool_choice.function"), "name", "tool_choice.function.")
+    if name not in [tool["function"]["name"] for tool in tools or ()]:
+      raise refuse("tool_choice.function.name", "no tool has that name.")
+  elif choice not in (None, "none", "auto", "required"):
+    raise refuse("tool_choice", 'it must be "none", "auto", "required", or a function of the tools.')
+  if choice in ("auto", "required") and tools is None:
     raise refuse("tool_choice", "it is only allowed together with tools.")
   return None if choice == "none" else tools
 

@@ -71,10 +71,12 @@ class ChatRequest(SamplingRequest):
     messages: OpenAI's messages with text contents: parts of text are joined, "developer" is called "system",
       `arguments` of an assistant's tool calls are objects, as chat templates read them.
     tools: OpenAI's tools, None without any; with `tool_choice` "none" they are left out.
+    must_call: `tool_choice` forces a call. A backend that cannot force one refuses it, or leaves it to the policy.
   """
 
   messages: tuple[Mapping[str, Any], ...]
   tools: tuple[Mapping[str, Any], ...] | None = None
+  must_call: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,9 @@ def read_chat(body: Mapping[str, Any]) -> tuple[ChatRequest, Delivery]:
   # The conversation itself.
   if "messages" not in body:
     raise refuse("messages", "it is missing.", "missing_required_parameter")
-  return ChatRequest(messages=read_messages(body["messages"]), tools=read_tools(body), **sampling), delivery
+  must_call = body.get("tool_choice") not in (None, "none", "auto")
+  messages, tools = read_messages(body["messages"]), read_tools(body)
+  return ChatRequest(messages=messages, tools=tools, must_call=must_call, **sampling), delivery
 
 
 def read_completion(body: Mapping[str, Any]) -> tuple[list[CompletionRequest], Delivery]:

@@ -109,6 +109,8 @@ class SamplerBackend:
     """Goes on with a conversation; see `Backend.chat`."""
     if self._renderer is None:
       raise unsupported("messages", "this policy has no chat template; use /v1/completions.")
+    if request.must_call:
+      raise unsupported("tool_choice", 'this server takes "none" and "auto"; it cannot force a call.')
     prompt_ids, opening = await asyncio.to_thread(self._prompt, request)
     read = lambda text: read_turn(opening + text, request.tools, call_format=self._call_format)
     live = LiveTurn(request.tools, self._call_format)

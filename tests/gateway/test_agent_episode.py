@@ -123,11 +123,13 @@ def test_sampling_of_its_own_is_overridden_and_counted(play):
     ask(task, user("one"), temperature=1.0, top_p=1.0)
     ask(task, user("two"), temperature=0.0)
     ask(task, user("three"), max_tokens=3, stop=["x"])
+    tool = {"type": "function", "function": {"name": "f"}}
+    ask(task, user("four"), tools=[tool], tool_choice="required")  # as smolagents asks
     return 1.0
 
   speaker = Speaker("a long answer")
   trajectory = play(harness, speaker)
-  assert trajectory.info["overridden_requests"] == 2.0
+  assert trajectory.info["overridden_requests"] == 3.0
   assert {(request.temperature, request.max_tokens) for request in speaker.requests} == {(1.0, 64)}
 
 

@@ -233,3 +233,9 @@ def test_a_policy_without_a_chat_template_completes(sampler):
     with pytest.raises(openai.BadRequestError, match="/v1/completions"):
       chat(client, "a")
     assert client.completions.create(model="toy", prompt="a").choices[0].finish_reason == "stop"
+
+
+def test_a_call_cannot_be_forced(client):
+  tools = [{"type": "function", "function": {"name": "add"}}]
+  with pytest.raises(openai.BadRequestError, match="cannot force a call"):
+    client.chat.completions.create(model="toy", messages=[user("2+3?")], tools=tools, tool_choice="required")

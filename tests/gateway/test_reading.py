@@ -66,6 +66,13 @@ def test_tools_may_be_switched_off():
   assert read_chat(chat_body(tools=[ADD], tool_choice="none"))[0].tools is None
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_call_may_be_wanted(choice):
+  request, _ = read_chat(chat_body(tools=[ADD], tool_choice=choice))
+  assert request.must_call and request.tools == (ADD,)
+  assert not read_chat(chat_body(tools=[ADD], tool_choice="auto"))[0].must_call
+
+
 @pytest.mark.parametrize(
   "fields, param, code",
   [
@@ -94,7 +101,9 @@ def test_tools_may_be_switched_off():
     ),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_value"),
-    ({"tools": [ADD], "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"tools": [ADD], "tool_choice": "any"}, "tool_choice", "invalid_value"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"tools": [ADD], "tool_choice": {"function": {"name": "less"}}}, "tool_choice.function.name", "invalid_value"),
     ({"tool_choice": "auto"}, "tool_choice", "invalid_value"),
     ({"max_tokens": 0}, "max_tokens", "integer_out_of_bounds"),
     ({"max_tokens": True}, "max_tokens", "invalid_type"),

@@ -210,7 +210,8 @@ class OpenEnvEpisode(ChatEnvironment):
     deadline = loop.time() + self._settings.start_timeout
     while True:
       try:
-        url = await asyncio.to_thread(self._settings.server.url)
+        with waiting():  # a server of ours may have to start first
+          url = await asyncio.to_thread(self._settings.server.url)
         self._client = GenericEnvClient(url, message_timeout_s=self._settings.answer_timeout)
         return await self._ask("a reset", self._client.reset(**options))
       except ServerFull:

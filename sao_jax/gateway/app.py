@@ -25,7 +25,7 @@ from sao_jax.gateway.exchange import (
   RequestRefused,
 )
 from sao_jax.gateway.reading import read_chat, read_completion
-from sao_jax.gateway.request_fields import read_body, refuse
+from sao_jax.gateway.request_fields import read_body, refuse, unsupported
 from sao_jax.gateway.writing import Sent, Writer
 
 if TYPE_CHECKING:
@@ -134,6 +134,9 @@ async def _sample(
   if len(requests) * delivery.choices > backend.max_choices:
     problem = f"{len(requests) * delivery.choices} answers are asked for; at most {backend.max_choices} are given."
     raise refuse("n" if delivery.choices > 1 else "prompt", problem)
+
+  if delivery.logprobs and not backend.gives_logprobs:
+    raise unsupported("logprobs")
 
   # Choices of one request differ by their seeds.
   asked = [

@@ -144,10 +144,12 @@ class Backend(Protocol):
   Attributes:
     models: the names that requests may give; any name where there are none. The first one is that of the policy.
     max_choices: the largest `n`; each choice is a call of its own, all at the same time.
+    gives_logprobs: False where answers have no log-probabilities, so that requests for them are refused.
   """
 
   models: tuple[str, ...]
   max_choices: int
+  gives_logprobs: bool
 
   async def chat(self, request: ChatRequest, emit: Emit | None = None) -> Answer:
     """Answers a conversation.

@@ -15,7 +15,7 @@ class ModelRouter:
   """
 
   models: tuple[str, ...] = ()
-  max_choices = 1
+  max_choices, gives_logprobs = 1, False
 
   def __init__(self, book: SessionBook):
     """Takes the sessions."""

@@ -101,7 +101,7 @@ class SamplerBackend:
       stop_ids: tokens that end a completion of text.
       max_choices: the largest `n`.
     """
-    self.models, self.max_choices = (model,), max_choices
+    self.models, self.max_choices, self.gives_logprobs = (model,), max_choices, True
     self._sampler, self._tokenizer, self._renderer = sampler, tokenizer, renderer
     self._call_format, self._stop_ids = find_format(call_format, tokenizer), tuple(stop_ids)
 

@@ -107,7 +107,7 @@ class Session:
     unread: how many of them lost their client, which did not come back.
   """
 
-  max_choices = 1
+  max_choices, gives_logprobs = 1, False
 
   def __init__(self, data: Mapping[str, Any], *, environment: str = "agent", model: str = "policy"):
     self.id, self.key, self.reward_key = (secrets.token_urlsafe(size) for size in (12, 24, 24))

@@ -14,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 from toys import agent_toy
-from toys.agent_toy import LIMITS, TOKENIZER, Speaker, Tasks, ask, assistant, episode, texts_of, user
+from toys.agent_toy import LIMITS, TOKENIZER, Speaker, Tasks, ask, assistant, count, episode, texts_of, user
 
 from sao_jax.episode import GraderFailure, PromptKey, Status
 from sao_jax.gateway.agent import Agent
@@ -334,6 +334,15 @@ def test_a_run_that_gives_an_episode_up_ends_its_agent(play):
 
   asyncio.run(cut())
   assert ended == ["session_closed"]
+
+
+def test_log_probabilities_are_refused_since_an_episode_does_not_know_them(play):
+  def harness(task):
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+      ask(task, user("one"), logprobs=True)
+    return count(task)
+
+  assert play(harness).reward == 0.0
 
 
 def test_demonstrations_are_the_episodes_that_the_harness_would_play(play):

@@ -1,11 +1,11 @@
-"""An agent behind the gateway on a laptop CPU: a harness on the openai client, and a tiny model that learns to use it.
+"""An agent behind the gateway on a laptop CPU: a harness on the openai client, and a tiny model to train with it.
 
     47*86                  question, a user's message
     calc 47*86             tool call, which the harness answers with 4042
     4042                   the assistant's answer
 
 The harness knows nothing of training: it asks a model for its next message, as any agent does. The policy imitates an
-expert that makes mistakes on purpose, and SAO makes it better than that.
+expert that makes mistakes on purpose, which leaves something to learn for SAO.
 """
 
 from __future__ import annotations

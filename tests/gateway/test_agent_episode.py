@@ -255,9 +255,10 @@ def post(url: str, key: str, body: object, method: str = "POST") -> tuple[int, d
     return error.code, json.load(error)["error"]
 
 
-def test_an_agent_that_runs_by_itself_claims_an_episode_and_rewards_it():
+def test_an_agent_that_runs_by_itself_claims_an_episode_and_rewards_it(monkeypatch):
+  monkeypatch.setenv("SAO_AGENT_KEY", "secret")
   agent = Agent(None, Tasks())
-  url, admin = f"{agent.gateway.url}/sessions", agent.gateway.key
+  url, admin = f"{agent.gateway.url}/sessions", "secret"
 
   def work():
     status, claim = post(url, admin, {"wait": 20})

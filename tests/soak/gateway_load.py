@@ -267,12 +267,12 @@ def run(options: argparse.Namespace) -> dict:
   with make_service(config, options.sampler) as service:
     server = agent.gateway._server
     crowd = start_agents(server.root, os.environ[ADMIN_KEY], options)
-    server.loop.call_soon_threadsafe(beats.begin, server.loop)
     killer = threading.Thread(target=crowd.kill_midway, args=(agent.gateway.book, options), daemon=True)
     if options.killed:
       killer.start()
     watch = watching(facts) if options.measure else contextlib.nullcontext()
     with frozen_heap(), watch:  # as training has it
+      server.loop.call_soon_threadsafe(beats.begin, server.loop)
       began = time.monotonic()
       trajectories, failures = fixed_policy.run_episodes(config, service, list(prompts), temperature=1.0)
       seconds = time.monotonic() - began

@@ -30,12 +30,12 @@ def get_config() -> RunConfig:
       max_tokens=160,
       max_tokens_per_turn=48,
       row_lengths=(256,),
-      row_counts=(16, 24, 32, 64),
+      row_counts=(24, 32, 64),
     ),
     sft=dataclasses.replace(base.sft, steps=300),
     value_pretraining=ValuePretrainingConfig(
-      demonstration_steps=60, min_steps=60, max_steps=60, optimizer=base.value_pretraining.optimizer
+      demonstration_steps=50, min_steps=50, max_steps=50, optimizer=base.value_pretraining.optimizer
     ),
-    evaluation=dataclasses.replace(base.evaluation, every=25, prompts=160),
-    training=dataclasses.replace(base.training, steps=50, checkpoint_every=25),
+    evaluation=dataclasses.replace(base.evaluation, every=25, prompts=200),
+    training=dataclasses.replace(base.training, steps=75, checkpoint_every=25),
   )

@@ -6,7 +6,7 @@
 #   launch/test.sh tests/rollout -k take  some of it; -n0 runs it in one process, as --pdb wants it
 #
 # Options of its own, before all others:
-#   --parity     installs torch and transformers, too (large), and compares our models with theirs
+#   --parity     installs torch, transformers and swebench, too (large), and compares with them
 #   --optimized  compiles as production does; otherwise quickly, which changes the last digit at most
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_environment.sh"
@@ -16,7 +16,7 @@ selected=()
 unset XLA_FLAGS PYTEST_ADDOPTS
 while true; do
   case "${1:-}" in
-    --parity) extras+=",parity" ;;
+    --parity) extras+=",parity,swebench" ;;
     --fast) selected=(-m "not slow") ;;
     --optimized) export XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true" ;;
     *) break ;;

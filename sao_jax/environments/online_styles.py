@@ -1,20 +1,18 @@
 """Online learning: what is rewarded changes during the run, and the policy has to follow.
 
     <|bos|><|user|>3+4 in roman or words<|end|><|assistant|>     prompt: a sum, and the styles it may be written in
-    <|answer|>seven<|end|>                                       action, ends the episode
+    <|answer|>words:seven<|end|>                                 action, ends the episode
 
 The reward is quality times style: 1 or 0 for the right number, times 1 for the style that is wanted in this phase of
 the run, `others` for another one that was offered, and 0 for one that was not. Nobody tells the policy what is wanted.
 
 The phase is the pass over the training prompts, which is the epoch in a prompt's key: it depends on the place of the
 prompt in the order alone, and so goes on exactly from a checkpoint, and is the same for all processes. The policy's
-version would not do, as nobody knows it before an episode has ended. With `phase_prompts` of 60 batches the style
-changes about every 60 updates; rollouts of both phases are under way for a few updates then.
+version would not do, as nobody knows it before an episode has ended. With `phase_prompts` of 80 batches the style
+changes about every 80 updates; rollouts of both phases are under way for a few updates then.
 
-Prompts offer one, two or all three styles, in any order. So every style is rewarded somewhere in every phase, and none
-is ever forgotten, which a policy that may always choose the same style would do: then no reward could bring one back.
-Answers do not name their style: a tiny policy that wrote "words:seven", trained at twice the learning rate, had no
-style left after 45 updates but the wanted one, even where it was not offered.
+Prompts offer one, two or all three styles, in any order, so that every style is rewarded somewhere in every phase.
+Answers name their style first: the choice is made at one place, where a preference among two is one among all three.
 """
 
 from __future__ import annotations
@@ -93,14 +91,14 @@ class OnlineStyles:
     value, style = solve(prompt), str(rng.choice(prompt.data["offered"]))
     if rng.random() < self.demonstration_noise:
       value += int(rng.choice([-2, -1, 1, 2]))
-    said = write_number(max(value, 1), style)
+    said = write_answer(max(value, 1), style)
     quality, factor = self.judged(prompt, said)
     return byte_episode(tokenizer, pose(prompt), said, quality * factor)
 
   def judged(self, prompt: Prompt, said: str | None) -> tuple[float, float]:
     """Returns quality and style factor of an answer, as the program judges them."""
     style = style_of(said)
-    quality = float(style is not None and said == write_number(solve(prompt), style))
+    quality = float(style is not None and said == write_answer(solve(prompt), style))
     if style not in prompt.data["offered"]:
       return quality, 0.0
     wanted = self.wanted[self.phase(prompt.key)]
@@ -196,8 +194,14 @@ def solve(prompt: Prompt) -> int:
 
 
 def style_of(said: str | None) -> str | None:
-  """Tells the style of an answer; None for one of no style."""
-  return next((style for style, form in FORMS.items() if re.fullmatch(form, said or "")), None)
+  """Tells the style of an answer; None for one that is of no style, or not of that which it names."""
+  style, _, number = (said or "").partition(":")
+  return style if style in FORMS and re.fullmatch(FORMS[style], number) else None
+
+
+def write_answer(value: int, style: str) -> str:
+  """Writes a number behind the name of its style."""
+  return f"{style}:{write_number(value, style)}"
 
 
 def write_number(value: int, style: str) -> str:

@@ -14,7 +14,7 @@ from sao_jax.configuration.relations import validate
 from sao_jax.data.prompts import make_prompt_iterator, split_of
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.environments.base import DemonstratingSpec
-from sao_jax.environments.online_styles import STYLES, OnlineStyles, pose, solve, style_of, write_number
+from sao_jax.environments.online_styles import STYLES, OnlineStyles, pose, solve, style_of, write_answer, write_number
 from sao_jax.episode import Prompt, PromptKey
 from sao_jax.errors import ConfigError
 
@@ -39,28 +39,32 @@ def play(settings, task, said):
 def test_numbers_are_written_in_styles_that_are_told_apart():
   for value in range(1, 100):
     written = [write_number(value, style) for style in STYLES]
-    assert [style_of(text) for text in written] == [*STYLES] and int(written[0]) == value
+    assert [style_of(f"{style}:{text}") for style, text in zip(STYLES, written)] == [*STYLES]
+    assert int(written[0]) == value
     signs = [ROMAN_DIGITS[sign] for sign in written[2]]
     assert sum(-now if now < later else now for now, later in zip(signs, [*signs[1:], 0])) == value
   assert len({write_number(value, "words") for value in range(1, 100)}) == 99
-  assert [style_of(said) for said in (None, "", "Seven", "7 ", "seven-", "seven eight nine")] == [None] * 6
+  bad = (None, "", "7", "digits:", "digits:seven", "words:Seven", "words:a b c", "roman:vii", "digits: 7", "prose:7")
+  assert [style_of(said) for said in bad] == [None] * len(bad)
 
 
 @pytest.mark.parametrize(
   "said, epoch, reward, style, success",
   [
-    ("7", 0, 1.0, 1.0, 1.0),
-    ("8", 0, 0.0, 1.0, 0.0),
-    ("VII", 0, 0.2, 0.2, 0.0),
-    ("VIII", 0, 0.0, 0.2, 0.0),
-    ("IIIIIII", 0, 0.0, 0.2, 0.0),
-    ("seven", 0, 0.0, 0.0, 0.0),
-    ("seven", 1, 0.0, 0.0, None),
-    ("7", 1, 0.2, 0.2, None),
-    ("VII", 2, 1.0, 1.0, 1.0),
-    ("VII", 9, 1.0, 1.0, 1.0),
-    ("7", 2, 0.2, 0.2, 0.0),
-    ("+7", 0, 0.0, 0.0, 0.0),
+    ("digits:7", 0, 1.0, 1.0, 1.0),
+    ("digits:8", 0, 0.0, 1.0, 0.0),
+    ("roman:VII", 0, 0.2, 0.2, 0.0),
+    ("roman:VIII", 0, 0.0, 0.2, 0.0),
+    ("roman:IIIIIII", 0, 0.0, 0.2, 0.0),
+    ("words:seven", 0, 0.0, 0.0, 0.0),
+    ("words:seven", 1, 0.0, 0.0, None),
+    ("digits:7", 1, 0.2, 0.2, None),
+    ("roman:VII", 2, 1.0, 1.0, 1.0),
+    ("roman:VII", 9, 1.0, 1.0, 1.0),
+    ("digits:7", 2, 0.2, 0.2, 0.0),
+    ("digits:+7", 0, 0.0, 0.0, 0.0),
+    ("digits:VII", 0, 0.0, 0.0, 0.0),
+    ("7", 0, 0.0, 0.0, 0.0),
   ],
 )
 def test_the_reward_is_quality_times_the_style_of_the_phase(said, epoch, reward, style, success):
@@ -72,10 +76,9 @@ def test_the_reward_is_quality_times_the_style_of_the_phase(said, epoch, reward,
 
 def test_what_is_no_answer_earns_nothing_and_held_out_any_offered_style_is_right():
   settings = OnlineStyles()
-  assert play(settings, prompt(), "7<|end|>").reward == 0.0
-  heldout = [
-    play(settings, prompt(2, by_phase=False), f"<|answer|>{said}<|end|>") for said in ("7", "VII", "seven", "8")
-  ]
+  assert play(settings, prompt(), "digits:7<|end|>").reward == 0.0
+  task, answers = prompt(2, by_phase=False), ("digits:7", "roman:VII", "words:seven", "digits:8")
+  heldout = [play(settings, task, f"<|answer|>{said}<|end|>") for said in answers]
   assert [result.reward for result in heldout] == [1.0, 1.0, 0.0, 0.0] and "success" not in heldout[0].info
 
 
@@ -118,7 +121,7 @@ def test_demonstrations_show_offered_styles_and_are_wrong_as_often_as_they_shoul
     said = TOKENIZER.decode(shown.token_ids[shown.action_mask]).removeprefix("<|answer|>").removesuffix("<|end|>")
     style = style_of(said)
     seen[style] += 1
-    right += said == write_number(solve(task), style)
+    right += said == write_answer(solve(task), style)
     assert style in task.data["offered"]
     assert shown.reward == play(settings, task, f"<|answer|>{said}<|end|>").reward
   assert min(seen[style] for style in STYLES) > 60 and 180 < right < 240
@@ -130,7 +133,7 @@ def test_the_configuration_is_valid_and_has_three_phases_of_whole_batches():
   environment = config.environment
   assert environment.phase_prompts * len(environment.wanted) == config.training.steps * config.rollout.batch_size
   longest = max(len(TOKENIZER.encode(pose(prompt(offered=order)))) for order in [STYLES, STYLES[::-1]]) + 4
-  assert longest + 2 + len("seventeen") <= config.sampler.context_length
+  assert longest + 2 + len("words:seventeen") <= config.sampler.context_length
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_the_style_of_an_online_task_may_be_judged_by_a_model(server):
     await judge.close()
     return results
 
-  roman, not_offered = asyncio.run(play("VII", "seven"))
+  roman, not_offered = asyncio.run(play("roman:VII", "words:seven"))
   assert roman.reward == roman.info["reward_style"] == 0.5 and roman.info["judge_requests"] == 1
   assert "in this style: roman" in server.requests[-1]["messages"][0]["content"]
   assert not_offered.reward == 0.0 and len(server.requests) == before + 1  # nobody was asked

@@ -8,6 +8,7 @@ import pathlib
 from typing import Any
 
 from sao_jax.errors import ConfigError
+from sao_jax.report.metrics import to_json
 from sao_jax.study.bootstrap import Interval, difference_interval, mean_interval
 from sao_jax.study.overlay import write_overlay
 from sao_jax.study.plan import Study
@@ -38,7 +39,9 @@ def write_study_report(study: Study, output: pathlib.Path, *, axis: Axis = "step
   rows = summaries(study, done)
   folder = output / "report"
   pictures = write_overlay({name: [path for _, path, _ in found] for name, found in done.items()}, folder, axis=axis)
-  (folder / "table.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+  # A method without a critic explains no variance: undefined, and null in JSON, which has no NaN.
+  numbers = json.dumps(to_json(rows), indent=2, allow_nan=False)
+  (folder / "table.json").write_text(f"{numbers}\n", encoding="utf-8")
   text = _markdown(study, rows, [path.name for path in pictures])
   (folder / "README.md").write_text(text, encoding="utf-8")
   return folder / "README.md"

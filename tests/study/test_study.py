@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import threading
@@ -150,6 +151,17 @@ def test_the_table_has_means_intervals_and_differences_of_equal_seeds(tmp_path):
   text = page.read_text()
   assert "| grpo | 3 | 0.800 [" in text and "0.200 [0.200, 0.200]" in text and "![heldout_success.png]" in text
   assert (tmp_path / "report/heldout_success.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_undefined_is_null_in_the_table(tmp_path):
+  """A method without a critic has no explained variance, and one seed no interval; JSON knows no NaN."""
+  study = dataclasses.replace(STUDY, seeds=(0,), measure="explained_variances", variants={"grpo": {}})
+  run_study(study, tmp_path, launch=FakeLaunch())
+  write_study_report(study, tmp_path)
+  refuse = lambda name: pytest.fail(f"{name} is no JSON")
+  (row,) = json.loads((tmp_path / "report/table.json").read_text(), parse_constant=refuse)
+  assert row["explained_variances"] == {"mean": None, "low": None, "high": None}
+  assert row["explained_variance"]["mean"] > 0.0 and row["explained_variance"]["low"] is None
 
 
 def test_bootstrap_intervals():

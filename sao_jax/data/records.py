@@ -138,7 +138,9 @@ def _saved(folder: pathlib.Path) -> list[str]:
 
 def _published(folder: pathlib.Path, split: str) -> list[str]:
   """Lists the files of a folder of one kind, those whose names begin with the split, if there is one."""
-  files = sorted(file for file in folder.iterdir() if file.name.endswith((*JSON_LINES, *PARQUET)))
+  # A table beside JSON lines or parquet tells of them, or holds the same records.
+  named = lambda kinds: sorted(file for file in folder.iterdir() if file.name.endswith(kinds))
+  files = named((*JSON_LINES, *PARQUET)) or named(CSV)
   begins = {file: re.split(r"[-._]", file.name)[0] for file in files}
   chosen = [file for file in files if split in ("", begins[file])]
   remedy = "Name one of its files, or a split: the files of split train begin with train."

@@ -100,6 +100,17 @@ def test_a_csv_file_is_read_by_its_fields_and_damaged_records_are_named(tmp_path
     open_prompts(path)
 
 
+def test_a_folder_of_csv_files_is_read_by_split(tmp_path):
+  for name, rows in (("train-0.csv", "q,a\n1,2\n3,4\n"), ("train-1.csv", "q,a\n5,6\n"), ("test.csv", "q,a\n7,8\n")):
+    (tmp_path / name).write_text(rows)
+  records = RecordPrompts(str(tmp_path), environment="x", fields={"q": "q"}, split="train")
+  assert [records[index].data["q"] for index in range(len(records))] == ["1", "3", "5"]
+
+  # Beside files of another kind a table is none of the records.
+  (tmp_path / "train.jsonl").write_text('{"q": "9"}\n')
+  assert len(RecordPrompts(str(tmp_path), environment="x", fields={"q": "q"}, split="train")) == 1
+
+
 def test_damaged_lines_are_refused_by_file_and_line_and_the_others_are_read(tmp_path):
   bad = [b"{", b"[1]", b'{"q": "\xff", "a": 1}', b"[" * 100_000, b'{"q": %s}' % (b"1" * 5000), b'{"q": "no answer"}']
   path = tmp_path / "questions.jsonl"

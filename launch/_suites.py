@@ -54,13 +54,12 @@ def evaluate(config: RunConfig, workdir: str, name: str, phase: str, step: str) 
     policy = phases.latest_policy(config, learner, root, phase, step)
     label = "_".join(part for part in (policy.phase, str(policy.step or "")) if part not in ("", phases.TRAIN))
     folder = root / f"suite_{suite.name}_{label}"
-    of_policy = {"phase": policy.phase, "step": policy.step, "policy_version": policy.version}
     episodes = run_suite(
       config,
       sampler_side.make_publisher(learner)(policy.params),
       policy.version,
       folder,
-      identity_of(config, suite, data, of_policy),
+      identity_of(config, suite, data, policy.identity),
       runs=runs,
       processes=processes,
       share=learner.share,
@@ -76,7 +75,7 @@ def evaluate(config: RunConfig, workdir: str, name: str, phase: str, step: str) 
   result = summarize(suite, episodes, runs, threshold=config.evaluation.success_threshold)
   sys.stdout.write(f"{policy.checkpoint}, version {policy.version}\n{result.table()}\n")
   tools = _TOOLS.value if suite.kind == "questions" else "repository"
-  record = of_policy | {"checkpoint": policy.checkpoint, "tools": tools, "judge": _JUDGE_MODEL.value or None}
+  record = policy.identity | {"checkpoint": policy.checkpoint, "tools": tools, "judge": _JUDGE_MODEL.value or None}
   path = folder.with_name(f"{folder.name}.json")
   text = json.dumps(metrics.to_json(record | result.record()), indent=2, allow_nan=False)
   path.write_text(f"{text}\n", encoding="utf-8")

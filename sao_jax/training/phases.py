@@ -347,6 +347,12 @@ class LatestPolicy(NamedTuple):
     """Step of the checkpoint; None for what model.checkpoint names."""
     return None if self.phase == BASE else int(self.checkpoint.rpartition("/")[2])
 
+  @property
+  def identity(self) -> dict[str, Any]:
+    """Phase, step and version, by which a run knows it wherever its folder lies; a base model has its place alone."""
+    known = {"phase": self.phase, "step": self.step, "policy_version": self.version}
+    return known | ({"checkpoint": self.checkpoint} if self.phase == BASE else {})
+
 
 def latest_policy(
   config: RunConfig, learner: Learner, workdir: pathlib.Path, phase: str = "", step: str = ""

@@ -11,8 +11,9 @@ import pytest
 from toys import suite_toy, training_toy
 from toys.wiring import program_module
 
+from sao_jax.errors import ConfigError
 from sao_jax.evaluation.heldout import Evaluation
-from sao_jax.evaluation.suite_episodes import read_episodes
+from sao_jax.evaluation.suite_episodes import EpisodeFile, read_episodes
 from sao_jax.learner import placement
 from sao_jax.parallel.process import WHOLE
 from sao_jax.report.success_rate import success
@@ -78,3 +79,14 @@ def test_a_suite_is_run_by_the_policy_of_a_workdir_whatever_was_run_before(tmp_p
   file = tmp_path / "suite_aime25_7" / "episodes.0.jsonl"
   file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:4]))
   assert run() == whole
+
+
+def test_episodes_of_another_base_model_are_none_of_this_one(tmp_path):
+  """A base model has neither step nor version: its place tells it from others."""
+  base = lambda place: evaluate.phases.LatestPolicy({}, 0, evaluate.phases.BASE, place)
+  with EpisodeFile(tmp_path, 0, {"policy": base("models/a").identity}):
+    pass
+  with pytest.raises(ConfigError, match=r"policy\.checkpoint='models/a', not 'models/b'"):
+    EpisodeFile(tmp_path, 0, {"policy": base("models/b").identity})
+  moved = [evaluate.phases.LatestPolicy({}, 5, "train", f"{run}/train/7").identity for run in ("a", "b")]
+  assert moved[0] == moved[1]

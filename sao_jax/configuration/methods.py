@@ -55,12 +55,18 @@ METHODS: dict[str, Fields] = {
 }  # fmt: skip
 
 
+# What every method is told by. A configuration may have chosen another: those that say nothing of it have SAO's.
+_SAO: Fields = {
+  "algorithm.advantage": "sao", "algorithm.policy_loss": "dis", "algorithm.policy_loss_reduction": "token_mean",
+}  # fmt: skip
+
+
 def method_fields(name: str) -> Fields:
-  """Returns the fields that a method sets, by their dotted paths.
+  """Returns the fields that a method sets, by their dotted paths, whatever the method of the configuration was.
 
   Raises:
     ConfigError: there is no such method.
   """
   if name not in METHODS:
     raise ConfigError("--method", f"there is no {name!r}.", config_tree.nearest(name, tuple(METHODS)))
-  return METHODS[name]
+  return _SAO | METHODS[name]

@@ -35,6 +35,22 @@ def test_the_readme_names_all_of_them():
   assert re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))) == list(METHODS)
 
 
+def test_a_method_does_not_keep_the_advantage_and_the_loss_of_another(tmp_path):
+  """A configuration of GRPO with --method=sao trains SAO, and with --method=grpo_dis has no clip of PPO's."""
+  other = tmp_path / "grpo.py"
+  other.write_text(
+    "from sao_jax.configuration import config_tree\n"
+    "from sao_jax.configuration.methods import METHODS\n"
+    "from configs import calculator\n"
+    "def get_config():\n"
+    "  return config_tree.replace(calculator.get_config(), METHODS['grpo'])\n"
+  )
+  under = lambda name: _flags.read(["program", f"--config={other}", f"--method={name}"], flags.FlagValues()).config
+  told = lambda config: (config.algorithm.advantage, config.algorithm.policy_loss)
+  assert told(under("sao")) == ("sao", "dis") and under("sao").algorithm.policy_loss_reduction == "token_mean"
+  assert told(under("grpo_dis")) == ("grpo", "dis") and told(under("vapo")) == ("sao", "ppo")
+
+
 def read(*arguments: str):
   config = README.parents[2] / "configs/calculator.py"
   return _flags.read(["program", f"--config={config}", *arguments], flags.FlagValues())

@@ -102,5 +102,5 @@ def get_config() -> RunConfig:
     sft=dataclasses.replace(base.sft, batch_size=32, steps=500),
     value_pretraining=dataclasses.replace(base.value_pretraining, demonstration_steps=30, min_steps=60, max_steps=60),
     evaluation=dataclasses.replace(base.evaluation, every=25, prompts=200),
-    training=dataclasses.replace(base.training, steps=75, checkpoint_every=25),
+    training=dataclasses.replace(base.training, steps=60, checkpoint_every=25),
   )

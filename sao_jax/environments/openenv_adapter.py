@@ -71,11 +71,14 @@ class OpenEnv:
   start_timeout: float = 120.0  # seconds for our own server to start; and for a place on one that is full
 
   def __post_init__(self):
+    # One server, and only one.
     if bool(self.base_url) == bool(self.app):
       problem = f"There are two servers, {self.base_url!r} and {self.app!r}." if self.app else "There is no server."
       raise ConfigError("environment.base_url", problem, "Name one that runs in base_url, or its application in app.")
     if self.app and ":" not in self.app:
       raise ConfigError("environment.app", f"{self.app!r} is no application.", "Use 'module:application'.")
+
+    # Values in their bounds.
     if self.reward not in ("each", "last"):
       raise ConfigError("environment.reward", f"{self.reward!r} is no reward.", 'Use "each" or "last".')
     for field, least in (("sessions", 1), ("num_prompts", 1), ("max_observation_tokens", MIN_TOKENS)):
@@ -88,6 +91,8 @@ class OpenEnv:
     if not math.isfinite(self.unfinished_reward):
       problem = f"{self.unfinished_reward} is no reward."
       raise ConfigError("environment.unfinished_reward", problem, "Use a finite number.")
+
+    # Functions that can be imported.
     action_reader(self.action, "environment.action")
     observation_writer(self.observation, "environment.observation")
 

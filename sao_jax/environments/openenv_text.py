@@ -32,6 +32,8 @@ def action_reader(action: str, field: str) -> ReadAction:
     return _read_json
   if ":" not in action:
     return lambda said, schema: {action: _value(said.strip(), action, schema)}
+
+  # A function of the user: that it finds no action is the policy's fault, all else that it raises is its own.
   function = named_function(action, field)
 
   def read(said: str, schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,9 +113,11 @@ def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
   if kind in (None, "string"):
     return text
   try:
-    return json.loads(text)
+    value = json.loads(text)
+    json.dumps(value, allow_nan=False)  # NaN and Infinity are no JSON, though Python reads them
   except (ValueError, RecursionError) as error:
     raise NoAction(f"it is no {kind}") from error
+  return value
 
 
 def _show_all(fields: Mapping[str, Any]) -> str:

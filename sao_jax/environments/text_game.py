@@ -57,6 +57,7 @@ class TextGame:
   threads: int = 16  # games that compute, or wait for an opponent, at the same time
 
   def __post_init__(self):
+    # Numbers in their bounds: a prompt without a seat, say, would fail in the middle of a run.
     if self.num_prompts < 1:
       raise ConfigError("environment.num_prompts", f"{self.num_prompts} prompts are none.", "Use at least 1.")
     if self.players < 1:
@@ -72,6 +73,8 @@ class TextGame:
       raise ConfigError("environment.unfinished_reward", problem, "Use a finite number, or None.")
     if self.threads < 1:
       raise ConfigError("environment.threads", f"{self.threads} threads play nothing.", "Use at least 1.")
+
+    # A function that is not there would be missed by the first game only.
     self._opponent_function()
 
   def __getstate__(self) -> dict[str, Any]:
@@ -110,6 +113,7 @@ class TextGame:
       Prompt(PromptKey(self.name, index, 0), {"seed": number, "seat": seats[index % len(seats)]})
       for index, number in enumerate(numbers)
     ]
+    _ = self._game  # one that cannot be played here is refused by its own error
     try:
       self.table(prompts[0]).deal()
     except Exception as error:

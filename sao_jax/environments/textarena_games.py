@@ -71,6 +71,8 @@ def _check_needs(game: str, source: str, nltk_folder: str) -> None:
     raise ConfigError("environment.nltk_folder", f"There is no folder {nltk_folder!r}.", "Correct the path.")
   if nltk_folder and nltk_folder not in nltk.data.path:
     nltk.data.path.insert(0, nltk_folder)
+
+  # Nothing is fetched by us: who runs this may have no network, or not want it.
   missing = [name for place, name in needed if not _has(place)]
   if missing:
     remedy = (

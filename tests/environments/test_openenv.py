@@ -181,8 +181,9 @@ def test_a_server_that_cannot_start_or_be_reached_is_refused_before_work_starts(
     (OpenEnv(app="nowhere_at_all:app"), "ended with status"),
     (OpenEnv(base_url="http://127.0.0.1:9"), "No OpenEnv server answers at 'http://127.0.0.1:9'"),
   ):
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(ConfigError, match=problem) as refused:
       settings.prompts(ByteTokenizer(), "train", 0)
+    assert "Fatal Python error" not in str(refused.value)  # the server's own words, and an end in order
   with pytest.raises(TimeoutError, match="did not answer"):
     OpenEnvServer("", "toys.plain_openenv:silent", 0.2).url()
 
@@ -211,6 +212,9 @@ def test_fields_are_read_as_their_types():
   assert read(" 5 ", SCHEMA) == {"guess": 5} and action_reader("why", "f")("a b", SCHEMA) == {"why": "a b"}
   with pytest.raises(NoAction, match="no integer"):
     read("five", SCHEMA)
+  for said in ("NaN", "-Infinity", "1e999"):
+    with pytest.raises(NoAction, match="no number"):
+      action_reader("x", "f")(said, {"properties": {"x": {"type": "number"}}})
   with pytest.raises(NoAction, match="no field 'x'"):
     check_fields({"guess": 1, "x": 2}, SCHEMA)
   for said in ("[1]", '{"a": NaN}', "{" * 9999, '{"a": "\\ud800"}'):

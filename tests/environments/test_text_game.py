@@ -207,8 +207,12 @@ def test_games_that_cannot_be_played_here_are_refused_before_work_starts(game, o
   import nltk
 
   monkeypatch.setattr(nltk.data, "path", [])
-  with pytest.raises(ConfigError, match=problem):
+  with pytest.raises(ConfigError, match=problem) as refused:
     TextGame(game, **options).prompts(ByteTokenizer(), "train", 0)
+  # One field is to blame, with one remedy.
+  assert ("players" in refused.value.field) == ("does not begin" in problem) and str(refused.value).count(
+    "remedy:"
+  ) == 1
 
 
 @pytest.mark.parametrize(

@@ -25,18 +25,12 @@ from sao_jax.environments.scripted_chat import scripted_chat
 from sao_jax.episode import Prompt, PromptKey
 from sao_jax.errors import ConfigError
 from sao_jax.gateway.agent_episode import AgentEpisode
-from sao_jax.gateway.harness import (
-  CommandHarness,
-  FunctionHarness,
-  HarnessLoop,
-  RunningHarness,
-  check_command,
-  find_function,
-)
+from sao_jax.gateway.harness import CommandHarness, FunctionHarness, HarnessLoop, RunningHarness, check_command
 from sao_jax.gateway.server import GatewayServer
 from sao_jax.gateway.session_book import SessionBook
 from sao_jax.gateway.sessions import Session
 from sao_jax.rewards.grader_pool import GraderPool
+from sao_jax.rewards.named_function import named_function
 
 ADMIN_KEY = "SAO_AGENT_KEY"  # the environment variable with the key of agents that run by themselves
 
@@ -75,12 +69,12 @@ class Agent:
   def __post_init__(self):
     check_format(self.call_format, "environment.call_format")
     if isinstance(self.harness, str):
-      find_function(self.harness, "environment.harness")
+      named_function(self.harness, "environment.harness")
     elif self.harness is not None:
       check_command(self.harness, "environment.harness")
     for field in ("reward", "demonstrations"):
       if getattr(self, field):
-        find_function(getattr(self, field), f"environment.{field}")
+        named_function(getattr(self, field), f"environment.{field}")
     if not hasattr(self.tasks, "prompts"):
       remedy = "Use another environment's settings, or TaskRecords(file, fields)."
       raise ConfigError("environment.tasks", f"{self.tasks!r:.80} has no prompts.", remedy)
@@ -112,9 +106,9 @@ class Agent:
     """The sessions of these settings and the server in front of them; it starts when it is first asked for."""
     gateway = AgentGateway(self.host, self.port)
     if self.harness is None:
-      logging.info(
-        "agents of environment %r claim episodes at %s/sessions, key %s", self.name, gateway.url, gateway.key
-      )
+      # A key that was chosen is a secret, which stands in no log; one that was made up is known by nobody yet.
+      key = f"that of {ADMIN_KEY}" if os.environ.get(ADMIN_KEY) else gateway.key
+      logging.info("agents of environment %r claim episodes at %s/sessions, key: %s", self.name, gateway.url, key)
     return gateway
 
   @functools.cached_property
@@ -124,7 +118,7 @@ class Agent:
   @functools.cached_property
   def graders(self) -> GraderPool:
     """The processes that compute rewards."""
-    function = find_function(self.reward, "environment.reward")
+    function = named_function(self.reward, "environment.reward")
     return GraderPool(function, processes=self.grader_processes, timeout=self.grader_timeout)
 
   def tokenizer(self) -> Tokenizer:
@@ -142,7 +136,7 @@ class Agent:
     """The expert: conversations that were written beforehand; settings without any make this an AttributeError."""
     if not self.demonstrations:
       raise AttributeError("these settings name no demonstrations")
-    write = find_function(self.demonstrations, "environment.demonstrations")
+    write = named_function(self.demonstrations, "environment.demonstrations")
 
     def demonstrate(prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
       messages, tools, reward = write(prompt.data, rng)
@@ -161,7 +155,7 @@ class Agent:
     if self.harness is None:
       return None
     if isinstance(self.harness, str):
-      return FunctionHarness(find_function(self.harness, "environment.harness"), self._loop, session, task)
+      return FunctionHarness(named_function(self.harness, "environment.harness"), self._loop, session, task)
     return CommandHarness(self.harness, session, task)
 
 

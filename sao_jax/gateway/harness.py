@@ -10,8 +10,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
-import importlib
 import inspect
 import json
 import os
@@ -42,25 +40,6 @@ class RunningHarness(Protocol):
   async def stop(self, grace: float) -> None:
     """Ends it, after so many seconds if it does not end by itself; nothing happens the second time."""
     ...
-
-
-def find_function(name: str, field: str) -> Callable[..., Any]:
-  """Returns the function of "module:function".
-
-  Raises:
-    ConfigError: there is none.
-  """
-  module, colon, function = name.partition(":")
-  remedy = 'Name a function of a module that can be imported, "module:function".'
-  try:
-    if not colon:
-      raise ValueError("there is no colon in it")
-    found = functools.reduce(getattr, function.split("."), importlib.import_module(module))
-  except (ImportError, AttributeError, ValueError) as error:
-    raise ConfigError(field, f"There is no function {name!r}: {error}.", remedy) from error
-  if not callable(found):
-    raise ConfigError(field, f"{name!r} is a {type(found).__name__}, not a function.", remedy)
-  return found
 
 
 def check_command(command: Sequence[str], field: str) -> None:

@@ -255,10 +255,12 @@ def post(url: str, key: str, body: object, method: str = "POST") -> tuple[int, d
     return error.code, json.load(error)["error"]
 
 
-def test_an_agent_that_runs_by_itself_claims_an_episode_and_rewards_it(monkeypatch):
+def test_an_agent_that_runs_by_itself_claims_an_episode_and_rewards_it(monkeypatch, caplog):
   monkeypatch.setenv("SAO_AGENT_KEY", "secret")
   agent = Agent(None, Tasks())
-  url, admin = f"{agent.gateway.url}/sessions", "secret"
+  with caplog.at_level("INFO"):
+    url, admin = f"{agent.gateway.url}/sessions", "secret"
+  assert url in caplog.text and "SAO_AGENT_KEY" in caplog.text and "secret" not in caplog.text
 
   def work():
     status, claim = post(url, admin, {"wait": 20})

@@ -16,8 +16,10 @@ from toys.paths import REPOSITORY
 
 from sao_jax.episode import EnvironmentFailure
 from sao_jax.errors import ConfigError
-from sao_jax.gateway.harness import CommandHarness, HarnessFailure, check_command, find_function
+from sao_jax.gateway.agent import Agent
+from sao_jax.gateway.harness import CommandHarness, HarnessFailure, check_command
 from sao_jax.gateway.sessions import End, Session
+from sao_jax.gateway.task_records import TaskRecords
 
 # A daemon of its own session, with all its streams elsewhere.
 DAEMON = "setsid sh -c 'echo $$ > {0}; exec sleep 300' < /dev/null > /dev/null 2>&1 &"
@@ -155,10 +157,11 @@ def test_a_keeper_that_is_killed_takes_its_command_along(tmp_path):
   assert isinstance(end.failure, HarnessFailure)
 
 
+@pytest.mark.parametrize("field", ["harness", "reward", "demonstrations"])
 @pytest.mark.parametrize("name", ["nothing", "no.such.module:play", "json:nothing", "json:decoder", "a b:c"])
-def test_a_function_that_is_none_is_refused(name):
-  with pytest.raises(ConfigError, match="environment.harness"):
-    find_function(name, "environment.harness")
+def test_a_function_that_is_none_is_refused(field, name):
+  with pytest.raises(ConfigError, match=f"environment.{field}"):
+    Agent(**{"harness": "json:loads", "tasks": TaskRecords("tasks.jsonl", ("question",)), field: name})
 
 
 @pytest.mark.parametrize("command", [(), ("no-such-program",), (3,)])

@@ -55,7 +55,7 @@ def test_figures_of_the_policy():
   update = Update(jnp.float32(1.5), jnp.float32(2.5), jnp.array(False))
   advantages = padded([1, 2, 3, 4, 5, 6, 7.5])
   lags = jnp.array([[0, 9, 0, 0, 0, 1, 1, 2, 2]], jnp.int32)
-  found = diagnostics.policy_metrics(CONFIG, update, outputs, batch, trained, advantages, lags)
+  found = diagnostics.policy_metrics(CONFIG, update, outputs, batch, trained, advantages, advantages, lags)
   by_lag = np.asarray(found.pop("delta_logprob_by_lag"))
 
   values, weights = [1, 2, 3, 4, 5, 6, 7.5], [ratio if 0.7 < ratio < 6.0 else 0.0 for ratio in RATIOS]

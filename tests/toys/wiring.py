@@ -235,10 +235,18 @@ def _stubs(phase: str) -> Iterator[tuple[Calls, pytest.MonkeyPatch]]:
 
 
 def program_module(name: str) -> types.ModuleType:
-  """A program as a module; its flags are forgotten, since two programs have flags of the same name."""
+  """A program as a module; its flags are forgotten, since two programs have flags of the same name.
+
+  Those of a program that was imported before stay as they are.
+  """
+  by_module = flags.FLAGS.flags_by_module_dict()
+  kept = {flag.name: flag for module, own in by_module.items() if module.startswith("launch.") for flag in own}
+  flags.FLAGS.remove_flag_values(kept)
   known = set(flags.FLAGS)
   module = importlib.import_module(f"launch.{name}")
   flags.FLAGS.remove_flag_values(set(flags.FLAGS) - known)
+  for flag in kept.values():
+    flags.FLAGS[flag.name] = flag
   return module
 
 

@@ -90,14 +90,15 @@ def test_a_run_that_another_machine_holds_is_refused_and_one_killed_here_is_not(
   monkeypatch.setattr(bucket_lock, "RENEW", 600.0)  # only `store` looks at the lock, not the thread beside it
   with open_run(config, workdir) as run:
     run.store()
+    own = objects["runs/held/lock"][1]
 
     # Somebody else has taken it meanwhile: nothing more is stored.
-    objects.put("runs/held/lock", left.replace(b'"holder": {', b'"holder": {"other": 1, '))
+    objects.put("runs/held/lock", own.replace(b'"holder": {', b'"holder": {"other": 1, '))
     (run.files / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(bucket_lock.LockLost):
       run.store()
     (run.files / "metrics.jsonl").unlink()
-    objects.put("runs/held/lock", left)
+    objects.put("runs/held/lock", own)
   assert not any("metrics" in name for name in objects if name.startswith("runs/held"))
 
 

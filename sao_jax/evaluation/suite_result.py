@@ -87,6 +87,7 @@ class SuiteResult:
       "runs": self.runs,
       "episodes": self.graded,
       "ungraded": self.ungraded,
+      # What is undefined is NaN here, and null once it is written; keys of JSON are texts.
       "mean": self.mean,
       "standard_error": self.standard_error,
       "run_means": list(self.run_means),

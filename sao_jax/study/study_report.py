@@ -59,6 +59,8 @@ def summaries(study: Study, done: dict[str, list[tuple[int, pathlib.Path, dict[s
     own, shared = ends[variant], sorted(ends[variant].keys() & baseline.keys())
     pairs = [own[seed] for seed in shared], [baseline[seed] for seed in shared]
     difference = difference_interval(*pairs, paired=True) if shared else Interval(*[float("nan")] * 3)
+
+    # Costs are no claim, and have no interval.
     mean = lambda name, found=found: sum(record[name] for *_, record in found) / len(found)
     rows.append(
       {

@@ -116,9 +116,10 @@ def _run(study: Study, run: Run, output: pathlib.Path, starts: _Starts, launch: 
   """Trains one run, unless that is done; returns "done", or what went wrong."""
   workdir, fields = output / run.folder, dict(study.fields) | dict(study.variants[run.variant])
   if (record := read_record(workdir)) is not None:
-    if record["fields"] == _plain(fields):
+    changed = [name for name, now in (("config", study.config), ("fields", _plain(fields))) if record[name] != now]
+    if not changed:
       return "done"
-    return f"{workdir} was made with other fields: remove it, or use another --output"
+    return f"{workdir} was made with other {' and '.join(changed)}: remove it, or use another --output"
 
   # It begins with the networks that all variants of its seed begin with.
   try:

@@ -90,6 +90,8 @@ def test_all_runs_are_made_once_from_starts_that_their_seeds_share(tmp_path):
   assert len(launch.calls) == 12
   changed = Study(**{**vars(STUDY), "fields": {"training.steps": 5}})
   assert all("made with other fields" in problem for problem in run_study(changed, tmp_path, launch=launch).values())
+  moved = dataclasses.replace(STUDY, config="configs/online_learning.py")
+  assert all("made with other config" in problem for problem in run_study(moved, tmp_path, launch=launch).values())
 
 
 def test_a_failed_run_stops_no_other_and_is_tried_again(tmp_path):

@@ -171,7 +171,7 @@ def run_tool(main: Callable[..., Any], *, example: str, joins: bool = False, tak
 def _said(error: BaseException) -> int | None:
   """Says what has ended a program, and returns the exit status; None, and nothing is said, if nobody expected it."""
   if isinstance(error, Interrupted):
-    logging.info("Interrupted: there is no result, and nothing was written.")
+    logging.info("Interrupted: there is no result.")  # what was begun may lie on the disk, to go on from
     return EXIT_INTERRUPTED
   if isinstance(error, ConfigError):
     sys.stderr.write(f"error: {error}\n")

@@ -37,5 +37,5 @@ def get_config() -> RunConfig:
       demonstration_steps=50, min_steps=50, max_steps=50, optimizer=base.value_pretraining.optimizer
     ),
     evaluation=dataclasses.replace(base.evaluation, every=25, prompts=200),
-    training=dataclasses.replace(base.training, steps=75, checkpoint_every=25),
+    training=dataclasses.replace(base.training, steps=50, checkpoint_every=25),
   )

@@ -77,6 +77,10 @@ class AgentEpisode(Environment):
     return StepResult(token_ids, False, info=self._info(), new_context=new_context)
 
   async def on_truncated(self, status: Status) -> float:
+    # An end that came before has nothing to do with the cut.
+    if self._session.has_ended:
+      return await self._reward(await self._session.ended(self._settings.grace_seconds))
+
     # An error that agents know, in words that their libraries look for, and do not try again: a context that is full.
     problem = f"This model's maximum context length is used up ({status.value}): end with what there is."
     self._session.refuse(RequestRefused(400, problem, param="messages", code="context_length_exceeded"))
@@ -86,8 +90,8 @@ class AgentEpisode(Environment):
     except TimeoutError:
       end = End()
 
-    # Agents may fail because they were cut, and that is no reason to forget the episode.
-    if isinstance(end.failure, InfrastructureFailure):
+    # Agents may fail because they were cut, and that is no reason to forget the episode; a lost sandbox or judge is.
+    if end.failure is not None and not isinstance(end.failure, HarnessFailure):
       raise end.failure
     graded = end.reward is not None or self._settings.reward
     return await self._reward(End(end.reward)) if graded else 0.0

@@ -39,6 +39,10 @@ class RequestRefused(Exception):
     """The JSON of the response."""
     return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
+  def anew(self) -> RequestRefused:
+    """An equal one, to be raised: an exception that is raised again and again holds on to the frames of all times."""
+    return RequestRefused(self.status, self.message, kind=self.kind, param=self.param, code=self.code)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingRequest:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
 import inspect
 import json
@@ -112,7 +111,8 @@ class FunctionHarness:
       self._future.set_exception(error)
 
   def _ended(self, future: concurrent.futures.Future[Any]) -> None:
-    if future.cancelled():
+    if future.cancelled():  # by itself: a session whose episode has ended hears nothing any more
+      self._session.finish(failure=HarnessFailure(self._name, "the harness was cancelled"))
       return
     error = future.exception()
     if error is None:
@@ -140,8 +140,10 @@ class CommandHarness:
 
   async def stop(self, grace: float) -> None:
     """Waits for its end, see `RunningHarness`; whatever it started is killed then."""
-    await asyncio.wait([self._running], timeout=grace)
-    self._let_go()
+    try:
+      await asyncio.wait([self._running], timeout=grace)
+    finally:  # also when nobody waits for it any longer
+      self._let_go()
     await asyncio.wait([self._running])
 
   async def _run(self, task: AgentTask) -> None:
@@ -178,10 +180,8 @@ class CommandHarness:
     finally:
       os.close(kept)
 
-    # A command need not read its task, and its output must not fill the pipe.
-    with contextlib.suppress(ConnectionError):
-      process.stdin.write(json.dumps(dataclasses.asdict(task)).encode() + b"\n")
-      await process.stdin.drain()
+    # A command need not read its task, which nothing waits for, and its output must not fill the pipe.
+    process.stdin.write(json.dumps(dataclasses.asdict(task)).encode() + b"\n")
     process.stdin.close()
     while piece := await process.stdout.read(65536):
       self._tail += piece

@@ -212,9 +212,12 @@ class Session:
     with self._lock:
       if self._closed:
         return False
-      self._closed, self.data = reason, {}
+      self._closed = reason
       self._refuse(_over(reason))
       self._wake()
+
+      # It is remembered for a while, but not what was said in it.
+      self.data, self._turn, self._end = {}, None, None
       return True
 
   # Both sides; the lock is held from here on.
@@ -222,7 +225,7 @@ class Session:
   def _enter(self, request: ChatRequest) -> Pending:
     with self._lock:
       if self._refusal is not None:
-        raise self._refusal
+        raise self._refusal.anew()
       lost = self._turn
       if lost is not None and lost.unread and lost.request == request:  # its client has come back
         lost.readers += 1
@@ -252,14 +255,14 @@ class Session:
       self._end = end
       self._refusal = self._refusal or _over(self._state())
       while self._waiting:
-        self._waiting.popleft().refuse(self._refusal)
+        self._waiting.popleft().refuse(self._refusal.anew())
       self._wake()
 
   def _refuse(self, refusal: RequestRefused) -> None:
     self._refusal = refusal
     for turn in (self._turn, *self._waiting):
       if turn is not None:
-        turn.refuse(refusal)
+        turn.refuse(refusal.anew())
     self._waiting.clear()
 
   def _state(self) -> str:

@@ -196,6 +196,23 @@ def test_an_agent_that_fails_because_it_was_cut_has_earned_nothing(play):
   assert (trajectory.status, trajectory.reward) == (Status.TRUNCATED_TURNS, 0.0)
 
 
+def test_a_judge_that_fails_after_a_cut_is_a_failure_and_no_zero(play):
+  def harness(task):
+    with pytest.raises(openai.BadRequestError):
+      ask(task, user("one"))
+    raise GraderFailure("agent", "the sandbox of the tests is gone")
+
+  with pytest.raises(GraderFailure, match="is gone"):
+    play(harness, Speaker("a long answer"), limits=dataclasses.replace(LIMITS, max_tokens_per_turn=2))
+
+
+def test_an_agent_that_has_failed_before_the_cut_is_a_failure_and_no_zero(play):
+  speaker = Speaker("a long answer", before=lambda turn: time.sleep(0.6))
+  with pytest.raises(HarnessFailure, match="APITimeoutError"):
+    limits = dataclasses.replace(LIMITS, max_tokens_per_turn=2)
+    play(lambda task: ask(task, user("one"), timeout=0.2), speaker, limits=limits)
+
+
 def test_a_reward_function_grades_what_ended_without_a_reward(play):
   graded = dataclasses.replace(PLAYED, reward="toys.agent_toy:grade")
   assert play(lambda task: ask(task, user("one")) and None, Speaker("yes"), graded, number=3).reward == 4.0

@@ -17,7 +17,7 @@ from toys.paths import REPOSITORY
 from sao_jax.episode import EnvironmentFailure
 from sao_jax.errors import ConfigError
 from sao_jax.gateway.agent import Agent
-from sao_jax.gateway.harness import CommandHarness, HarnessFailure, check_command
+from sao_jax.gateway.harness import CommandHarness, FunctionHarness, HarnessFailure, HarnessLoop, check_command
 from sao_jax.gateway.sessions import End, Session
 from sao_jax.gateway.task_records import TaskRecords
 
@@ -113,6 +113,46 @@ def test_a_command_that_is_given_up_is_killed_with_its_daemons(tmp_path):
     return daemon
 
   await_death(asyncio.run(play()))
+
+
+def test_a_command_whose_closing_is_given_up_is_killed_all_the_same(tmp_path):
+  pid = tmp_path / "pid"
+
+  async def play():
+    session = Session({})
+    harness = CommandHarness(("sh", "-c", f"echo $$ > {pid}; exec sleep 300"), session, session.task(""))
+    command = await asyncio.to_thread(await_file, pid)
+    with pytest.raises(TimeoutError):
+      await asyncio.wait_for(harness.stop(60.0), 0.05)
+    await asyncio.to_thread(await_death, command)
+
+  asyncio.run(play())
+
+
+def test_a_long_task_that_is_not_read_holds_up_no_output():
+  async def play():
+    session = Session({"text": "x" * 400_000})
+    script = "head -c 400000 /dev/zero; echo done; exit 5"
+    harness = CommandHarness(("sh", "-c", script), session, session.task(""))
+    end = await session.ended(20.0)
+    await harness.stop(0.0)
+    return end
+
+  assert "last words: " in str(asyncio.run(play()).failure)
+
+
+def test_a_coroutine_that_cancels_itself_is_a_failure():
+  async def give_up(task):
+    raise asyncio.CancelledError
+
+  async def play():
+    session, loop = Session({}), HarnessLoop("agent")
+    FunctionHarness(give_up, loop, session, session.task(""))
+    end = await session.ended(20.0)
+    loop.close()
+    return end
+
+  assert isinstance(asyncio.run(play()).failure, HarnessFailure)
 
 
 PARENT = f"""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -142,6 +144,22 @@ def test_a_closed_session_refuses_whoever_waits_and_whoever_comes():
     assert refused.value.status == 409 and session.data == {}
 
   asyncio.run(play())
+
+
+def test_a_closed_session_keeps_nothing_that_was_said_in_it():
+  async def play():
+    session, said = Session({}), [request(text) for text in "abcd"]
+    asked = [asyncio.ensure_future(session.chat(each)) for each in said[:2]]
+    await session.next(LONG)
+    session.close("the run has ended")
+    for chat in (*asked, *map(session.chat, said[2:])):
+      with pytest.raises(RequestRefused):
+        await chat
+    return session, [weakref.ref(each) for each in said]
+
+  session, said = asyncio.run(play())
+  gc.collect()
+  assert session.state == "the run has ended" and [each() for each in said] == [None] * 4
 
 
 def test_a_cut_session_refuses_requests_but_takes_its_reward():

@@ -31,6 +31,7 @@ from sao_jax.sandbox.contract import FileRefused, Sandbox
 Runner = Literal["pytest", "functions", "none"]
 RUNNERS = ("pytest", "functions", "none")
 MAX_TEST_FILE = 8 * 2**20  # bytes
+GRACE = 5.0  # seconds for the judge itself; and a quarter of a session's time, since large repositories are copied
 APPLY = f"{GIT} apply --whitespace=nowarn"
 # What decides how tests are found and run is none of the agent's business; nor is bytecode, which could be anything.
 CONFIGURING = (
@@ -124,7 +125,7 @@ class Bench:
     result = await sandbox.run(
       [self.python, "-I", "-B", "-c", script],
       stdin=b"".join(f"{len(part)}\n{part}".encode("ascii") for part in parts),
-      timeout=2 * self.timeout + SETUP_TIMEOUT,
+      timeout=2 * self.timeout + self.timeout / 4 + GRACE,
       environment={"HOME": "/tmp"},
     )
 
@@ -133,7 +134,8 @@ class Bench:
     answers = [line.removeprefix(f"{word} ") for line in lines if line.startswith(f"{word} ")]
     if not answers:
       said = result.stderr.decode("utf-8", "replace").strip()[-300:]
-      if result.killed_for in ("memory", "disk"):  # by the agent's code
+      # Once tests run, whatever ends or stops the judge is the agent's code, and no way to get rid of an episode.
+      if result.killed_for in ("memory", "disk") or lines[:1] == [judging_script.BEGUN]:
         return Judgement(True, record.tests, (), said)
       problem = f"the judge of the tests did not finish ({result.killed_for or result.exit_status}): {said}"
       raise GraderFailure(self.name, problem)

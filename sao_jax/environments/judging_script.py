@@ -5,6 +5,8 @@ about its tests comes through a pipe; the judge's own output has a word that no 
 
 Its input has four parts: a `Task`, two `Session`s, and that word. A part is read when it is wanted, and waits in the
 pipe until then: a child of the first session knows nothing of the second.
+
+A child can kill or stop the judge. So the judge says when it begins: from then on, what ends it is the child's fault.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ SECOND = "/tmp/second"  # the folder of the second session
 OWN = "_getini_unknown_type"  # of pytest, which its plugin legacypath replaces
 LOG = "/tmp/tests.log"
 SHOWN = 4000  # bytes of the log, its end
+BEGUN = "begun"  # the first line of what it prints
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -64,6 +67,7 @@ def main() -> None:
   # What the first session leaves behind must not meet the second one.
   subprocess.run(["cp", "-a", work, SECOND], check=True)
   told = []
+  os.write(1, f"{BEGUN}\n".encode("ascii"))
   for folder in (work, SECOND):
     session: Session = json.loads(_part())
     said = [] if problem else _run_session(task, session, folder)

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -206,7 +207,7 @@ class PythonToolEpisode(ToolEnvironment):
       max_output_tokens=settings.max_output_tokens,
       rewrite=settings.rewrite,
     )
-    self._settings, self._time_left = settings, 0.0
+    self._settings, self._ends = settings, 0.0  # when the time of this turn's calls ends
     self._python: PythonSession | None = None
     self._facts["interpreters_ended"] = 0.0
     self.texts: Mapping[str, str] = {}
@@ -217,24 +218,25 @@ class PythonToolEpisode(ToolEnvironment):
     return self._settings.messages(prompt.data["question"])
 
   async def respond(self, said: str) -> Reply:
-    self._time_left = self._settings.turn_timeout
+    self._ends = time.monotonic() + self._settings.turn_timeout
     return await super().respond(said)
 
   async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
     # A call that is late is the agent's fault, and costs it no more than that.
-    if self._time_left <= 0.0:
+    left = self._ends - time.monotonic()
+    if left <= 0.0:
       raise ToolError(f"Error: not run, since the calls of this turn have taken {self._settings.turn_timeout:g} s")
     try:
       if self._python is None:
+        began = time.monotonic()
         with waiting():  # a sandbox that starts uses up nobody's time-out
           self._python = await self._settings.pools.get().acquire()
-      timeout = min(self._settings.call_timeout, self._time_left)
-      result = await self._python.execute(arguments["code"], timeout)
+        self._ends += time.monotonic() - began
+      # An interpreter that code has ended starts again in the time of the turn: to end many is no way out of it.
+      result = await self._python.execute(arguments["code"], min(self._settings.call_timeout, left))
     except InfrastructureFailure as failure:
       raise InfrastructureFailure(self.name, failure.problem, retryable=failure.retryable) from failure
 
-    # Its time is used up, whatever came of it.
-    self._time_left -= result.seconds
     self._facts["interpreters_ended"] += bool(result.ended_for)
     if result.failed:
       raise ToolError(result.text)

@@ -51,7 +51,7 @@ class Cases:
 
   def __init__(self, program, case_timeout, timeout):
     """`program` is that of `tests_prelude`; the times are seconds for each call, and for all together."""
-    self.passed, self.unsupported = 0, ""
+    self.passed, self.unsupported, self._answered = 0, "", False
     self._program, self._case_timeout, self._ends = program, case_timeout, time.monotonic() + timeout
 
   def call(self, function, arguments, named):
@@ -61,18 +61,23 @@ class Cases:
       same = ast.literal_eval(text) == (function, arguments, named)
     except (ValueError, SyntaxError, RecursionError):
       same = False
+    if not same and self._answered:  # by what the program has returned itself
+      raise AssertionError(f"{function} was given what is no plain value")
     if not same:
       raise Unsupported(f"the arguments of {function} are no plain values: {text[:80]}")
 
     # What comes back is read, never run.
     answer = self._run([sys.executable, "-I", "-c", CALLED], text)
     try:
-      return ast.literal_eval(answer)
+      value = ast.literal_eval(answer)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
       raise AssertionError(f"{function} gave no plain value") from error
+    self._answered = True
+    return value
 
   def count(self, case, *arguments):
     """Runs one case, a function that raises unless all is well."""
+    self._answered = False  # whether the program has returned anything in this case
     try:
       case(*arguments)
     except Unsupported as problem:

@@ -97,12 +97,12 @@ def watch(control: socket.socket, child: int, limits: dict[str, int]) -> tuple[i
 def memory_in_use(enough: int) -> int:
   """Adds up the memory of all processes but this one, in bytes; shared pages count once if it is more than `enough`."""
   pids = [name for name in os.listdir("/proc") if name.isdecimal() and name != "1"]
-  resident = {pid: _kilobytes(f"/proc/{pid}/status", "RssAnon:", "RssShmem:", "VmSwap:") for pid in pids}
+  resident = {pid: _kilobytes(f"/proc/{pid}/status", b"RssAnon:", b"RssShmem:", b"VmSwap:") for pid in pids}
   if 1024 * sum(resident.values()) <= enough:
     return 1024 * sum(resident.values())
   # The slower and exact way. A process that hides its pages counts with all of them.
   shared = {
-    pid: _kilobytes(f"/proc/{pid}/smaps_rollup", "Pss_Anon:", "Pss_Shmem:", "SwapPss:", hidden=-1) for pid in pids
+    pid: _kilobytes(f"/proc/{pid}/smaps_rollup", b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:", hidden=-1) for pid in pids
   }
   return 1024 * sum(resident[pid] if shared[pid] < 0 else shared[pid] for pid in pids)
 
@@ -113,9 +113,10 @@ def files_in(folder: str) -> int:
   return state.f_files - state.f_ffree
 
 
-def _kilobytes(path: str, *fields: str, hidden: int = 0) -> int:
+def _kilobytes(path: str, *fields: bytes, hidden: int = 0) -> int:
   try:
-    with open(path, encoding="ascii", errors="replace") as file:
+    # As bytes: text would end a line at a carriage return, which a process may have in its name.
+    with open(path, "rb") as file:
       return sum(int(line.split()[1]) for line in file if line.startswith(fields))
   except OSError:  # it has ended, or cannot be looked into
     return hidden

@@ -109,6 +109,10 @@ IN_THE_SOURCE = {
     """,
     "forged",
   ),
+  "the end of the judge": ("import os; os.kill(os.getppid(), 9)", "failed"),
+  "the end of all": ("import os; os.kill(-1, 9)", "failed"),
+  "a log that cannot be read": ("import os; os.remove('/tmp/tests.log'); os.mkdir('/tmp/tests.log')", "failed"),
+  "no second session": ("import shutil; shutil.rmtree('/tmp/second'); open('/tmp/second', 'w')", "failed"),
   "a tracer": ("import sys; sys.settrace(lambda *args: None)\ndef add(a, b): return a + b", "forged"),
 }
 # Name -> (commands in the repository, what comes of them).

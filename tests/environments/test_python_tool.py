@@ -26,6 +26,7 @@ from sao_jax.episode import BadPrompt, InfrastructureFailure, Prompt, PromptKey,
 from sao_jax.errors import ConfigError
 from sao_jax.rollout.run_episode import EpisodeLimits, run_episode
 from sao_jax.sampler.requests import Completion
+from sao_jax.sandbox.python_session import CodeResult
 
 TOKENIZER = ByteTokenizer()
 PROMPT = Prompt(PromptKey("python_tool", 3, 0), {"question": "12*7?", "answer": 84})
@@ -142,6 +143,25 @@ def test_the_calls_of_a_turn_share_its_time(settings):
   text = observed(trajectory)
   assert "more than 0.3 s" in text and text.count("Error: not run, since the calls of this turn") == 2
   assert trajectory.info["interpreters_ended"] == 2.0 and "<|observation|>1<|end|>" in text
+  settings.grading.pool.close()
+
+
+def test_interpreters_that_start_again_take_the_time_of_the_turn(settings):
+  """Else an agent could have its episode discarded by many calls that each end an interpreter."""
+
+  class Restarting:
+    async def execute(self, code, timeout):
+      await asyncio.sleep(0.3)  # an interpreter starts; the code itself takes no time
+      return CodeResult("", "", "exit", "The interpreter is gone", 0.0)
+
+    async def close(self):
+      pass
+
+  settings = dataclasses.replace(settings, call_timeout=0.4, turn_timeout=0.5)
+  environment = settings.make(TOKENIZER)
+  environment._python = Restarting()
+  trajectory, _ = play(settings, [code("1", settings) * 6, ""], environment=environment)
+  assert observed(trajectory).count("Error: not run") >= 4 and trajectory.info["interpreters_ended"] <= 2.0
   settings.grading.pool.close()
 
 

@@ -71,6 +71,7 @@ SYSTEM_CALLS = {
   "the same by a device": "import mmap; mmap.mmap(os.open('/dev/zero', os.O_RDWR), 2**20); return 42",
   "the kernel's keys": "return 42 if libc.syscall(ADD_KEY, b'user', b'k', b'v', 1, -3) >= 0 else 0",
   "io_uring": "return 42 if libc.syscall(425, 8, ctypes.create_string_buffer(200)) >= 0 else 0",
+  "a name that ends process 1": "libc.prctl(15, b'\\rRssAnon: x'); time.sleep(0.2); raise SystemExit",
   "a larger limit": """
     import resource
     resource.setrlimit(resource.RLIMIT_NPROC, (10**4, 10**4))

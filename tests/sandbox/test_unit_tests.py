@@ -112,6 +112,10 @@ def test_a_program_that_hangs_fails_its_case_and_one_that_eats_memory_earns_noth
   assert grade("def add(a, b):\n  return bytearray(10**10)\n", ASSERTS)[0] == 0.0
 
 
+def test_what_a_program_returns_into_its_own_next_call_is_its_own_fault(grade):
+  assert grade("def add(a, b):\n  return float('inf')\n", ["assert add(add(1, 2), 3) == 6"])[0] == 0.0
+
+
 @pytest.mark.parametrize(
   "gold, problem",
   [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import dataclasses
 import enum
@@ -11,6 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from sao_jax.errors import ConfigError
+
+# True while prompts are posed before work begins, only to see if anybody could attempt them.
+only_looked_at: contextvars.ContextVar[bool] = contextvars.ContextVar("only_looked_at", default=False)
 
 
 class PromptKey(NamedTuple):
@@ -197,6 +201,10 @@ class InfrastructureFailure(EnvironmentFailure):
   """A sandbox was not created, a server is gone, a disk is full: worth another try."""
 
   retryable_by_default = True
+
+
+class NotPosed(EnvironmentFailure):
+  """An episode in which others take part was not begun, since its prompt was only looked at (`only_looked_at`)."""
 
 
 class GraderFailure(EnvironmentFailure):

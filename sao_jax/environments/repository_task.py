@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import functools
 import os
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,9 +29,9 @@ from sao_jax.environments.chat_environment import Reply
 from sao_jax.environments.hidden_tests import RUNNERS, Bench, Judgement, Runner
 from sao_jax.environments.repository_record import SWEBENCH, RepositoryRecord, read_record
 from sao_jax.environments.repository_tools import TOOLS, edit, run_bash
-from sao_jax.environments.repository_work import commit_base, place_files, read_patch
+from sao_jax.environments.repository_work import SETUP_TIMEOUT, commit_base, place_files, read_patch
 from sao_jax.environments.snapshots import read_snapshot
-from sao_jax.environments.tool_environment import MAX_OUTPUT_TOKENS, ToolEnvironment
+from sao_jax.environments.tool_environment import MAX_OUTPUT_TOKENS, ToolEnvironment, ToolError
 from sao_jax.episode import BadPrompt, Prompt, PromptKey, Status
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.queueing import waiting
@@ -66,9 +67,9 @@ class RepositoryTask:
   system_prompt: str = SYSTEM_PROMPT  # "": none
   tools: tuple[str, ...] = ("bash", "str_replace_editor", "submit")
   max_output_tokens: int = MAX_OUTPUT_TOKENS  # of one call's output, cut in the middle
-  call_timeout: float = 60.0  # seconds for one command of the shell
+  call_timeout: float = 60.0  # seconds for the commands of the shell in one turn, together
   tests: Runner = "pytest"  # "functions": plain functions, without a package; "none": unjudged, the reward is 0
-  test_timeout: float = 600.0  # seconds for all tests together, which run twice
+  test_timeout: float = 600.0  # seconds for all tests together, which run twice; and for git to make the patch
   python: str = "python3"  # the interpreter inside
   packages: tuple[str, ...] = ()  # folders of this machine, shown inside, to import from: pytest, and what tests need
   sources: tuple[str, ...] = ("", "src")  # folders of the repository to import from
@@ -285,6 +286,7 @@ class RepositoryEpisode(ToolEnvironment):
     self.tools = [TOOLS[name] for name in settings.tools]
     self.texts: dict[str, str] = {}
     self._settings, self._submitted = settings, False
+    self._time_left = 0.0  # for the commands of this turn
     self._sandbox: Sandbox | None = None
 
   async def open(self, prompt: Prompt) -> Sequence[Message]:
@@ -304,10 +306,17 @@ class RepositoryEpisode(ToolEnvironment):
     if name == "str_replace_editor":
       return await edit(self._sandbox, arguments)
     settings = self._settings
+    if self._time_left <= 0.0:  # many slow calls in one turn are no way to have the episode discarded
+      raise ToolError(f"Error: not run, since the commands of this turn have taken {settings.call_timeout:g} s")
     environment = AGENT | {"HOME": "/tmp", "PYTHONPATH": ":".join(settings.packages), "PAGER": "cat"}
-    return await run_bash(self._sandbox, arguments["command"], settings.call_timeout, environment)
+    began = time.monotonic()
+    try:
+      return await run_bash(self._sandbox, arguments["command"], self._time_left, environment)
+    finally:
+      self._time_left -= time.monotonic() - began
 
   async def respond(self, said: str) -> Reply:
+    self._time_left = self._settings.call_timeout
     reply = await super().respond(said)
     return await self._end(reply.info) if self._submitted and not reply.done else reply
 
@@ -325,7 +334,7 @@ class RepositoryEpisode(ToolEnvironment):
   async def _end(self, info: Mapping[str, float]) -> Reply:
     """Takes the patch, ends the agent's sandbox, and judges the patch in another one."""
     settings, record = self._settings, self._record
-    patch = await read_patch(self._sandbox, self._base)
+    patch = await read_patch(self._sandbox, self._base, min(SETUP_TIMEOUT, settings.test_timeout))
     await self.close()
     self.texts = {"instance_id": record.instance_id, "model_patch": patch or ""}
     facts = {"patch_lines": float(changed_lines(patch or "")), "patch_readable": float(patch is not None)}

@@ -49,13 +49,14 @@ async def commit_base(sandbox: Sandbox, name: str) -> str:
   return said.decode("ascii").strip()
 
 
-async def read_patch(sandbox: Sandbox, base: str) -> str | None:
+async def read_patch(sandbox: Sandbox, base: str, timeout: float) -> str | None:
   """Reads the agent's patch: the difference of the work folder to the base commit, new files included.
 
   Returns:
-    A diff that `git apply` takes; None if there is none to be had, because it is too large or git finds no repository.
+    A diff that `git apply` takes; None if there is none to be had within so many seconds, because it is too large, or
+    an agent's filters take longer, or git finds no repository.
   """
-  result = await sandbox.run(["sh", "-c", DIFF, "sh", base], timeout=SETUP_TIMEOUT, environment=ENVIRONMENT)
+  result = await sandbox.run(["sh", "-c", DIFF, "sh", base], timeout=timeout, environment=ENVIRONMENT)
   if result.exit_status != 0:
     return None
   try:

@@ -51,8 +51,8 @@ class SmallRepositories(RepositoryTask):
   system_prompt: str = ""
   tools: tuple[str, ...] = ("bash",)
   tests: Runner = "functions"
-  call_timeout: float = 10.0
-  test_timeout: float = 10.0
+  call_timeout: float = 5.0  # all together less than rollout.environment_timeout
+  test_timeout: float = 5.0
   max_output_tokens: int = 96
   sandboxes: int = 8
   demonstration_noise: float = 0.4  # chance that one step of a demonstration goes wrong

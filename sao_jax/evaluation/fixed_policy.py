@@ -12,7 +12,7 @@ from absl import logging
 
 from sao_jax.config import RunConfig
 from sao_jax.data.prompts import check_prompts_of
-from sao_jax.episode import BadPrompt, EnvironmentFailure, Prompt, Trajectory
+from sao_jax.episode import BadPrompt, EnvironmentFailure, NotPosed, Prompt, Trajectory, only_looked_at
 from sao_jax.errors import ConfigError
 from sao_jax.evaluation.event_loop import run_in_background
 from sao_jax.interrupt import StopSignal
@@ -215,6 +215,7 @@ def check_prompts(config: RunConfig) -> None:
     clock = LoopClock().start()
     source = config.environment.prompts(tokenizer, split, seed)
     check_prompts_of(source)
+    only_looked_at.set(True)
     prompts, bad = read_prompts(source, CHECKED_PROMPTS)
     looked_at = len(prompts) + len(bad)
     for prompt in prompts:
@@ -228,6 +229,8 @@ def check_prompts(config: RunConfig) -> None:
           raise PromptTooLong(length, config.sampler.context_length, name)
       except BadPrompt as problem:
         bad.append(problem)
+      except NotPosed:  # by agents of their own, who are not to be bothered for this
+        continue
       except EnvironmentFailure as failure:  # the run itself retries, counts and in the end reports failures
         logging.warning("prompt %s could not be checked: %s", name, failure)
 

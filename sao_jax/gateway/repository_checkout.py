@@ -44,7 +44,7 @@ class Checkout:
       GraderFailure: the judge could not work.
       InfrastructureFailure: a sandbox is gone.
     """
-    patch = self._runner.run(read_patch(self._sandbox, self._base))
+    patch = self._runner.run(read_patch(self._sandbox, self._base, self._tasks.test_timeout))
     if not patch:
       return 0.0
     return float(self._runner.run(self._tasks.judge(self._record, self._archive, patch)).resolved)

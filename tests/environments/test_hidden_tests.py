@@ -195,7 +195,7 @@ async def judge_all(commands, packages):
     await place_files(agent, task.name, archive, "")
     base = await commit_base(agent, task.name)
     await agent.run(["bash", "-c", command], timeout=30.0)
-    patches[name] = await read_patch(agent, base)
+    patches[name] = await read_patch(agent, base, 60.0)
     await task.stop(agent)
 
   async def judge(patch):

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import subprocess
+import time
 
 import pytest
 from toys import repositories, sandboxes
@@ -141,6 +142,21 @@ def test_long_output_is_cut_and_a_command_that_hangs_is_killed(tmp_path):
   seen, _, _ = play(task, "<|tool_call|>bash seq 1000", "<|tool_call|>bash echo a; sleep 60", cut=True)
   assert "tokens left out" in seen[1] and len(seen[1]) < 120
   assert "a\n[killed after 0.5 s]" in seen[2]
+
+
+@needs_sandbox
+def test_slow_commands_of_one_turn_and_filters_of_git_do_not_get_rid_of_an_episode(tmp_path):
+  """They share one time, and the patch has its own: else the environment's time-out would discard the episode."""
+  task = dataclasses.replace(make_task(tmp_path), call_timeout=1.0, test_timeout=1.0)
+  slow = "<|tool_call|>bash sleep 9"
+  seen, _, _ = play(task, slow * 4, cut=True)
+  assert seen[1].count("[killed after 1 s]") == 1 and seen[1].count("not run, since") == 3
+
+  commands = "git config filter.x.clean 'sleep 9'; echo '* filter=x' > .gitattributes; touch m.py; echo x >> m.py"
+  began = time.monotonic()
+  task = dataclasses.replace(task, call_timeout=30.0)
+  _, result, _ = play(task, f"<|tool_call|>bash {commands}", "done")
+  assert result.reward == 0.0 and result.info["patch_readable"] == 0.0 and time.monotonic() - began < 8.0
 
 
 @needs_sandbox

@@ -13,10 +13,13 @@ import urllib.request
 import numpy as np
 import openai
 import pytest
-from toys import agent_toy
+from toys import agent_toy, training_toy
 from toys.agent_toy import LIMITS, TOKENIZER, Speaker, Tasks, ask, assistant, count, episode, texts_of, user
 
+from sao_jax.data.tokenizer import ByteTokenizer
+from sao_jax.environments.mixture import Mixture, Part
 from sao_jax.episode import GraderFailure, PromptKey, Status
+from sao_jax.evaluation.fixed_policy import check_prompts
 from sao_jax.gateway.agent import Agent
 from sao_jax.gateway.agent_episode import AgentSilent
 from sao_jax.gateway.harness import HarnessFailure
@@ -270,6 +273,16 @@ def post(url: str, key: str, body: object, method: str = "POST") -> tuple[int, d
       return response.status, json.load(response)
   except urllib.error.HTTPError as error:
     return error.code, json.load(error)["error"]
+
+
+def test_prompts_are_looked_at_before_work_without_any_agent(caplog):
+  """They would wait for agents, or send those that have come away with a closed session."""
+  agent = Agent(None, Tasks(), claim_timeout=60.0)
+  config = training_toy.replace(training_toy.get_config(), model={"vocab_size": ByteTokenizer.vocab_size})
+  began = time.monotonic()
+  check_prompts(dataclasses.replace(config, environment=Mixture((Part(agent),))))
+  assert time.monotonic() - began < 30.0 and "could not be checked" not in caplog.text
+  agent.gateway.close()
 
 
 def test_an_agent_that_runs_by_itself_claims_an_episode_and_rewards_it(monkeypatch, caplog):

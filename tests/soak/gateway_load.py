@@ -238,11 +238,7 @@ def watching(facts: dict) -> Iterator[None]:
     while not ended.wait(0.05):
       largest.append(resident())
 
-  program = "import time\nworst = 0\nend = time.time() + %g\nwhile time.time() < end:\n  t = time.perf_counter()\n"
-  program += (
-    "  time.sleep(0.002)\n  worst = max(worst, time.perf_counter() - t - 0.002)\nprint(worst * 1000, flush=True)"
-  )
-  idle = subprocess.Popen([sys.executable, "-c", program % 20], stdout=subprocess.PIPE, text=True)
+  idle = subprocess.Popen([sys.executable, "-c", IDLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
   thread = threading.Thread(target=look)
   thread.start()
   try:

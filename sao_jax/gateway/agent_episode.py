@@ -17,7 +17,7 @@ from jaxtyping import Int
 
 from sao_jax.chat.conversation import ChatRenderer, ChatSession
 from sao_jax.environments.base import Environment, StepResult
-from sao_jax.episode import GraderFailure, InfrastructureFailure, NotPosed, Prompt, Status, only_looked_at
+from sao_jax.episode import GraderFailure, InfrastructureFailure, Prompt, Status
 from sao_jax.errors import ConfigError
 from sao_jax.gateway.assistant_turns import read_turn
 from sao_jax.gateway.exchange import Answer, ChatRequest, RequestRefused
@@ -57,8 +57,6 @@ class AgentEpisode(Environment):
     self._segments = self._overridden = self._deviations = 0
 
   async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
-    if self._settings.harness is None and only_looked_at.get():
-      raise NotPosed(self.name, "an agent has to claim the episode")
     self._data = prompt.data
     self._session = self._settings.open_session(prompt.data)
     self._harness = self._settings.start_harness(self._session)

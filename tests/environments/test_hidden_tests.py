@@ -151,8 +151,9 @@ BY_COMMANDS = {
     'invalidation_mode=p.PycInvalidationMode.UNCHECKED_HASH)"',
     "failed",
   ),
-  "a process that goes on": (
-    "(while true; do echo 'def add(a, b): return a + b' > calc/__init__.py; done) & ",
+  "a process that goes on": (  # the command ends when it has begun
+    "(while true; do echo 'def add(a, b): return a + b' > calc/__init__.py; done) & "
+    "until grep -qx 'def add(a, b): return a + b' calc/__init__.py; do :; done",
     "failed",
   ),
   "hooks and filters of git": (

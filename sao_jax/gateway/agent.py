@@ -22,7 +22,7 @@ from sao_jax.chat.hf_tokenizer import HFTokenizer
 from sao_jax.data.tokenizer import ByteTokenizer, Tokenizer
 from sao_jax.environments.base import Demonstration
 from sao_jax.environments.scripted_chat import scripted_chat
-from sao_jax.episode import Prompt, PromptKey
+from sao_jax.episode import NotPosed, Prompt, PromptKey, only_looked_at
 from sao_jax.errors import ConfigError
 from sao_jax.gateway.agent_episode import AgentEpisode
 from sao_jax.gateway.harness import CommandHarness, FunctionHarness, HarnessLoop, RunningHarness, check_command
@@ -145,8 +145,14 @@ class Agent:
     return demonstrate
 
   def open_session(self, data: Mapping[str, Any]) -> Session:
-    """Opens the session of an episode."""
+    """Opens the session of an episode.
+
+    Raises:
+      NotPosed: an agent would have to claim it, and the prompt is only looked at.
+    """
     claimable = self.harness is None
+    if claimable and only_looked_at.get():
+      raise NotPosed(self.name, "an agent has to claim the episode")
     return self.gateway.book.open(data, environment=self.name, model=self.model, claimable=claimable)
 
   def start_harness(self, session: Session) -> RunningHarness | None:

@@ -94,7 +94,7 @@ def check_fields(action: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
 
 
 def _read_json(said: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-  """Reads the first JSON object in a text."""
+  """Reads the JSON object that begins at the first brace of a text."""
   start = said.find("{")
   if start < 0:
     raise NoAction("it holds no JSON object")

@@ -69,7 +69,9 @@ def summaries(study: Study, done: dict[str, list[tuple[int, pathlib.Path, dict[s
         "missing": len(study.seeds) - len(own),
         study.measure: mean_interval(list(own.values()))._asdict(),
         "difference": difference._asdict(),
-        **{name: mean_interval([final_value(path, name) for _, path, _ in found])._asdict() for name in COLUMNS},
+        **{
+          name: mean_interval([final_value(path, name) for _, path, _ in found])._asdict() for name in _columns(study)
+        },
         **{name: mean(name) for name in ("updates", "sampled_tokens", "seconds", "lag_mean", "rejected")},
       }
     )
@@ -89,13 +91,23 @@ def final_value(workdir: str | os.PathLike, metric: str) -> float:
 def _markdown(study: Study, rows: list[dict[str, Any]], pictures: list[str]) -> str:
   """The table; intervals are of the mean over seeds, by bootstrap, and differences are taken seed by seed."""
   shown = lambda interval: str(Interval(**interval))
-  head = ["variant", "seeds", study.measure, f"less {study.compared_with}", *COLUMNS, "lag", "rejected", "tokens", "s"]
+  head = [
+    "variant",
+    "seeds",
+    study.measure,
+    f"less {study.compared_with}",
+    *_columns(study),
+    "lag",
+    "rejected",
+    "tokens",
+    "s",
+  ]
   lines = [f"# {study.name}", "", study.question, "", _row(head), _row(["---"] * len(head))]
 
   # One row for each variant.
   for row in rows:
     cells = [row["variant"], str(len(row["seeds"])), shown(row[study.measure]), shown(row["difference"])]
-    cells += [shown(row[name]) for name in COLUMNS]
+    cells += [shown(row[name]) for name in _columns(study)]
     cells += [
       f"{row['lag_mean']:.1f}",
       f"{row['rejected']:.2%}",
@@ -112,6 +124,11 @@ def _markdown(study: Study, rows: list[dict[str, Any]], pictures: list[str]) -> 
   if missing:
     lines.append(f"{missing} of {len(study.seeds) * len(study.variants)} runs are not done.")
   return "\n".join([*lines, "", *(f"![{name}]({name})" for name in pictures)]) + "\n"
+
+
+def _columns(study: Study) -> list[str]:
+  """The metrics beside the study's measure."""
+  return [name for name in COLUMNS if name != study.measure]
 
 
 def _row(cells: list[str]) -> str:

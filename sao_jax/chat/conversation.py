@@ -67,6 +67,11 @@ class ChatRenderer:
     self.turn_end_id = tokenizer.eos_id if ends[0] is None else ends[0]
     self.stop_ids = tuple(dict.fromkeys([*tokenizer.stop_ids, *(end for end in ends if end is not None)]))
 
+  @classmethod
+  def of(cls, folder: str, options: Mapping[str, Any] | None = None) -> ChatRenderer:
+    """The renderer of a folder with a tokenizer and a chat template, or, for "", of the built-in tokenizer."""
+    return cls(HFTokenizer(folder) if folder else ByteTokenizer(), options=options)
+
   def start(
     self, messages: Sequence[Message], tools: Tools = None, *, documents: Documents = None, rewrite: str = "segment"
   ) -> ChatSession:

@@ -21,6 +21,7 @@ from sao_jax.environments.base import Demonstration, Environment, EnvironmentSpe
 from sao_jax.episode import BadPrompt, Prompt, Status
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.scalar import check_reward
+from sao_jax.settings import Reopened
 
 PROBE = "".join(map(chr, range(32, 127))) + " The quick brown fox 0123 é 中 🙂\n\n\t x"  # tells tokenizers apart
 MAX_CYCLE = 10_000  # turns
@@ -36,7 +37,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
+class Mixture(Reopened):
   """Settings: the environments, which need the same tokenizer and names of their own."""
 
   parts: tuple[Part, ...]
@@ -70,10 +71,6 @@ class Mixture:
         remedy = "One model has one tokenizer: name the same tokenizer_folder in both."
         raise ConfigError("environment.parts", f"{first[0]!r} and {name!r} have different tokenizers.", remedy)
     return first[1]
-
-  def __getstate__(self) -> dict[str, object]:
-    """Leaves the tokenizer out: another process makes its own."""
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   def tokenizer(self) -> Tokenizer:
     return self._tokenizer

@@ -16,9 +16,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from sao_jax.chat.conversation import ChatRenderer
-from sao_jax.chat.hf_tokenizer import HFTokenizer
 from sao_jax.chat.template import Message
-from sao_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.environments.chat_environment import ChatEnvironment, Reply
 from sao_jax.environments.openenv_server import OpenEnvServer, check_package
 from sao_jax.environments.openenv_text import (
@@ -35,6 +34,7 @@ from sao_jax.episode import EnvironmentFailure, GraderFailure, InfrastructureFai
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.answer_text import without_thinking
 from sao_jax.rewards.queueing import waiting
+from sao_jax.settings import Reopened
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ FAILURES = {"CAPACITY_REACHED": ServerFull, "SESSION_ERROR": InfrastructureFailu
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenEnv:
+class OpenEnv(Reopened):
   """Settings: the server, how actions are read and observations shown, and what a reward is. Needs extra `openenv`."""
 
   base_url: str = ""  # of a server that runs, http:// or https://
@@ -96,10 +96,6 @@ class OpenEnv:
     action_reader(self.action, "environment.action")
     observation_writer(self.observation, "environment.observation")
 
-  def __getstate__(self) -> dict[str, Any]:
-    """Leaves out what runs: another process starts its own."""
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
   @functools.cached_property
   def server(self) -> OpenEnvServer:
     """The server."""
@@ -117,8 +113,7 @@ class OpenEnv:
 
   @functools.cached_property
   def _renderer(self) -> ChatRenderer:
-    tokenizer = HFTokenizer(self.tokenizer_folder) if self.tokenizer_folder else ByteTokenizer()
-    return ChatRenderer(tokenizer, options=self.template_options)
+    return ChatRenderer.of(self.tokenizer_folder, self.template_options)
 
   def tokenizer(self) -> Tokenizer:
     return self._renderer.tokenizer

@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Int
 
 from sao_jax.chat.conversation import ChatRenderer
-from sao_jax.chat.hf_tokenizer import HFTokenizer
 from sao_jax.chat.messages import read_messages, text_of, with_instruction
 from sao_jax.chat.template import Message
 from sao_jax.data.prompts import check_split, split_of
@@ -42,13 +41,14 @@ from sao_jax.episode import BadPrompt, Prompt, PromptKey
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.answer_grader import AnswerGrader
 from sao_jax.rewards.answer_text import without_thinking
+from sao_jax.settings import Reopened
 
 Question = str | list[Message]  # a text, or a conversation that ends with a user's message
 TFDS = "tfds:"  # before the name of a TensorFlow data set
 
 
 @dataclasses.dataclass(frozen=True)
-class QuestionAnswer:
+class QuestionAnswer(Reopened):
   """Settings: the data set, the fields of its records, the form of the answer, and its scorer."""
 
   data: str  # a file or folder (sao_jax/data/records.py), gs:// too, or "tfds:NAME"
@@ -75,10 +75,6 @@ class QuestionAnswer:
       remedy = "Name a tokenizer_folder, or leave it None."
       raise ConfigError("environment.system_prompt", "The byte tokenizer has no system role.", remedy)
 
-  def __getstate__(self) -> dict[str, Any]:
-    """Leaves out what was opened: another process opens it again."""
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
   @functools.cached_property
   def grading(self) -> Grading:
     """Scores the answers."""
@@ -104,8 +100,7 @@ class QuestionAnswer:
   @functools.cached_property
   def renderer(self) -> ChatRenderer:
     """The tokenizer and template of chats."""
-    tokenizer = HFTokenizer(self.tokenizer_folder) if self.tokenizer_folder else ByteTokenizer()
-    return ChatRenderer(tokenizer, options=self.template_options)
+    return ChatRenderer.of(self.tokenizer_folder, self.template_options)
 
   @functools.cached_property
   def _splits(self) -> dict[str, Questions]:

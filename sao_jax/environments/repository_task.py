@@ -20,11 +20,10 @@ from typing import Any
 
 from sao_jax.chat.call_formats import check_format
 from sao_jax.chat.conversation import ChatRenderer
-from sao_jax.chat.hf_tokenizer import HFTokenizer
 from sao_jax.chat.template import Message
 from sao_jax.data.prompts import check_split, split_of
 from sao_jax.data.records import RecordPrompts
-from sao_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.environments.chat_environment import Reply
 from sao_jax.environments.hidden_tests import RUNNERS, Bench, Judgement, Runner
 from sao_jax.environments.repository_record import SWEBENCH, RepositoryRecord, read_record
@@ -40,6 +39,7 @@ from sao_jax.sandbox.bubblewrap_command import View
 from sao_jax.sandbox.contract import DEFAULT_LIMITS, Sandbox, SandboxLimits
 from sao_jax.sandbox.docker import DockerSandbox
 from sao_jax.sandbox.supervisor import WRITABLE
+from sao_jax.settings import Reopened
 
 SYSTEM_PROMPT = """You are a software engineer. Solve the problem below by editing the repository in /workspace.
 Look around, reproduce the problem, correct its cause, and check that it is gone. Tests that you do not see will judge \
@@ -50,7 +50,7 @@ AGENT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class RepositoryTask:
+class RepositoryTask(Reopened):
   """Settings: the records, the sandbox, the tools, and the way in which hidden tests are run."""
 
   data: str = ""  # JSON lines, parquet or a folder of them (sao_jax/data/records.py), with SWE-bench's field names
@@ -95,14 +95,9 @@ class RepositoryTask:
         problem = f"{folder!r} lies where a sandbox has folders of its own ({', '.join(WRITABLE)})."
         raise ConfigError("environment.packages", problem, "Move it, to /opt for example.")
 
-  def __getstate__(self) -> dict[str, Any]:
-    """Leaves out what was opened: another process opens it again."""
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
   @functools.cached_property
   def renderer(self) -> ChatRenderer:
-    tokenizer = HFTokenizer(self.tokenizer_folder) if self.tokenizer_folder else ByteTokenizer()
-    return ChatRenderer(tokenizer, options=self.template_options)
+    return ChatRenderer.of(self.tokenizer_folder, self.template_options)
 
   @functools.cached_property
   def _places(self) -> weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]:

@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sao_jax.chat.conversation import ChatRenderer
-from sao_jax.chat.hf_tokenizer import HFTokenizer
 from sao_jax.chat.template import Message
-from sao_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.environments.chat_environment import ChatEnvironment, Reply
 from sao_jax.environments.game_table import GameTable, Opponent, View
 from sao_jax.environments.seeds import seeds_of
@@ -31,12 +30,13 @@ from sao_jax.episode import EnvironmentFailure, Prompt, PromptKey, Status
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.answer_text import without_thinking
 from sao_jax.rewards.named_function import named_function
+from sao_jax.settings import Reopened
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class TextGame:
+class TextGame(Reopened):
   """Settings: the game by its id, who else plays, and how much of it is shown. Needs the extra `textarena`.
 
   The splits hold other seeds, which is all that they can: where a game has few beginnings, both have the same ones.
@@ -77,14 +77,9 @@ class TextGame:
     # A function that is not there would be missed by the first game only.
     self._opponent_function()
 
-  def __getstate__(self) -> dict[str, Any]:
-    """Leaves out what was made: another process makes its own."""
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
   @functools.cached_property
   def _renderer(self) -> ChatRenderer:
-    tokenizer = HFTokenizer(self.tokenizer_folder) if self.tokenizer_folder else ByteTokenizer()
-    return ChatRenderer(tokenizer, options=self.template_options)
+    return ChatRenderer.of(self.tokenizer_folder, self.template_options)
 
   @functools.cached_property
   def _game(self) -> Any:

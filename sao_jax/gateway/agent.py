@@ -18,8 +18,7 @@ from absl import logging
 
 from sao_jax.chat.call_formats import check_format, find_format
 from sao_jax.chat.conversation import ChatRenderer
-from sao_jax.chat.hf_tokenizer import HFTokenizer
-from sao_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.environments.base import Demonstration
 from sao_jax.environments.scripted_chat import scripted_chat
 from sao_jax.episode import NotPosed, Prompt, PromptKey, only_looked_at
@@ -31,6 +30,7 @@ from sao_jax.gateway.session_book import SessionBook
 from sao_jax.gateway.sessions import Session
 from sao_jax.rewards.grader_pool import GraderPool
 from sao_jax.rewards.named_function import named_function
+from sao_jax.settings import Reopened
 
 ADMIN_KEY = "SAO_AGENT_KEY"  # the environment variable with the key of agents that run by themselves
 
@@ -45,7 +45,7 @@ class TaskSource(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Agent:
+class Agent(Reopened):
   """Settings: the harness, its tasks, its rewards, and the policy's way to speak."""
 
   harness: str | tuple[str, ...] | None  # "module:function", a command, or None: agents that claim their episodes
@@ -87,14 +87,9 @@ class Agent:
     if not 0.0 <= self.grace_seconds < float("inf"):
       raise ConfigError("environment.grace_seconds", f"{self.grace_seconds} s cannot be waited.", "Use 0 or more.")
 
-  def __getstate__(self) -> dict[str, Any]:
-    """Leaves out what runs: another process starts its own."""
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
   @functools.cached_property
   def _renderer(self) -> ChatRenderer:
-    tokenizer = HFTokenizer(self.tokenizer_folder) if self.tokenizer_folder else ByteTokenizer()
-    return ChatRenderer(tokenizer, options=self.template_options)
+    return ChatRenderer.of(self.tokenizer_folder, self.template_options)
 
   @functools.cached_property
   def spoken_format(self) -> str:

@@ -7,17 +7,17 @@ import dataclasses
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from sao_jax.data.prompts import check_split, split_of
 from sao_jax.data.records import RecordPrompts
 from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.episode import BadPrompt, Prompt
 from sao_jax.errors import ConfigError
+from sao_jax.settings import Reopened
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskRecords:
+class TaskRecords(Reopened):
   """Settings: the data set, and the fields that an agent is given."""
 
   data: str  # a file or folder (sao_jax/data/records.py), gs:// too
@@ -29,10 +29,6 @@ class TaskRecords:
   def __post_init__(self):
     if not self.fields or isinstance(self.fields, str):
       raise ConfigError("environment.tasks.fields", f"{self.fields!r} names no field.", "Use a tuple of names.")
-
-  def __getstate__(self) -> dict[str, Any]:
-    """Leaves out what was opened: another process opens it again."""
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   @functools.cached_property
   def _splits(self) -> dict[str, Sequence[Prompt]]:

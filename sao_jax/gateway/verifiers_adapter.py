@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 from sao_jax.chat.call_formats import check_format, find_format
 from sao_jax.chat.conversation import ChatRenderer
-from sao_jax.chat.hf_tokenizer import HFTokenizer
 from sao_jax.data.prompts import check_split, split_of
-from sao_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.episode import Prompt, PromptKey
 from sao_jax.errors import ConfigError
 from sao_jax.gateway.agent_episode import AgentEpisode
@@ -25,10 +24,11 @@ from sao_jax.gateway.server import GatewayServer
 from sao_jax.gateway.session_book import SessionBook
 from sao_jax.gateway.sessions import End, Session
 from sao_jax.gateway.verifiers_runner import Scored, VerifiersRunner
+from sao_jax.settings import Reopened
 
 
 @dataclasses.dataclass(frozen=True)
-class Verifiers:
+class Verifiers(Reopened):
   """Settings: the environment as verifiers writes it down, and the policy's way to speak."""
 
   environment: Mapping[str, Any]  # the block [env]: {"taskset": {"id": "MODULE"}, "agent": {"max_turns": 8}}
@@ -57,14 +57,9 @@ class Verifiers:
     if not 0.0 <= self.grace_seconds < float("inf"):
       raise ConfigError("environment.grace_seconds", f"{self.grace_seconds} s cannot be waited.", "Use 0 or more.")
 
-  def __getstate__(self) -> dict[str, Any]:
-    """Leaves out what runs: another process starts its own."""
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
   @functools.cached_property
   def _renderer(self) -> ChatRenderer:
-    tokenizer = HFTokenizer(self.tokenizer_folder) if self.tokenizer_folder else ByteTokenizer()
-    return ChatRenderer(tokenizer, options=self.template_options)
+    return ChatRenderer.of(self.tokenizer_folder, self.template_options)
 
   @functools.cached_property
   def spoken_format(self) -> str:

@@ -25,13 +25,14 @@ from sao_jax.rewards.answer_grader import PerEventLoop
 from sao_jax.rewards.answer_text import without_thinking
 from sao_jax.rewards.judge_text import PLACES, RUBRIC, TEMPLATE, read_verdict, shorten, write_request
 from sao_jax.rewards.queueing import waiting
+from sao_jax.settings import Reopened
 
 BUSY = (408, 409, 429)  # statuses that say: later; as do all from 500 on
 NO_KEY = "none"  # endpoints without keys take any
 
 
 @dataclasses.dataclass(frozen=True)
-class LLMJudge:
+class LLMJudge(Reopened):
   """Settings of a judge; they can stand where a scorer is named. The key itself is no setting.
 
   >>> judge = LLMJudge("http://127.0.0.1:8000/v1", "judge-model", rubric="Is it funny?", low=1, high=5)
@@ -68,10 +69,6 @@ class LLMJudge:
     for name, valid, wanted in bounds:
       if not valid:
         raise ConfigError(f"judge.{name}", f"{getattr(self, name)!r:.80} cannot work.", f"Use {wanted}.")
-
-  def __getstate__(self) -> dict[str, Any]:
-    """Leaves connections out: another process makes its own."""
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   @functools.cached_property
   def _clients(self) -> PerEventLoop[_Client]:

@@ -17,6 +17,7 @@ from sao_jax.sandbox.contract import DEFAULT_LIMITS, SandboxLimits
 from sao_jax.sandbox.program_cases import read_cases
 from sao_jax.sandbox.sandbox_pool import SandboxPool
 from sao_jax.sandbox.verdict import graded_run
+from sao_jax.settings import Reopened
 
 FENCE = re.compile(r"^```[ \t]*([^\n`]*?)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 LANGUAGES = ("", "python", "python3", "py")
@@ -24,7 +25,7 @@ GRACE = 2.0  # seconds for the tests themselves, beyond those of the program und
 
 
 @dataclasses.dataclass(frozen=True)
-class UnitTests:
+class UnitTests(Reopened):
   """Settings of an `AnswerGrader`: the right answer in the data are the tests of a problem, see `program_cases`.
 
   >>> tests = UnitTests(reward="fraction")
@@ -50,10 +51,6 @@ class UnitTests:
     for name, valid, wanted in checks:
       if not valid:
         raise ConfigError(f"unit_tests.{name}", f"{getattr(self, name)!r} cannot work.", f"Use {wanted}.")
-
-  def __getstate__(self) -> dict[str, Any]:
-    """Leaves sandboxes out: another process makes its own."""
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   @functools.cached_property
   def _pools(self) -> PerEventLoop[SandboxPool]:

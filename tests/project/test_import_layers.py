@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "sao_jax"
 
 # From the ground up: a room imports from itself and from the rooms before it. Nothing imports upwards.
 ROOMS = (
-  *("errors", "json_values", "missing_folder", "config", "configuration", "episode", "interrupt"),
+  *("errors", "settings", "json_values", "missing_folder", "config", "configuration", "episode", "interrupt"),
   *("background", "run_lock", "bucket_lock", "mirror", "announce", "types"),
   *("parallel", "models", "sampler", "algorithm", "checkpoints", "huggingface"),
   *("rewards", "sandbox", "data", "chat", "environments", "gateway", "rollout"),
@@ -26,7 +26,7 @@ ROOMS = (
 ALGORITHM_MAY_USE = {"errors", "config", "types", "algorithm"}
 WITHOUT_JAX = ("environments", "gateway", "rewards", "sandbox", "data", "chat")
 # Of the package's own modules, those that rooms without jax may use: `types` itself imports jax.
-NO_JAX_MODULES = {"errors", "json_values", "missing_folder", "config", "episode", *WITHOUT_JAX}
+NO_JAX_MODULES = {"errors", "settings", "json_values", "missing_folder", "config", "episode", *WITHOUT_JAX}
 CORE_ABOVE_JAX = {"jax", "jaxlib", "flax", "optax", "chex", "orbax"}
 OPTIONAL = (
   *("transformers", "tokenizers", "safetensors", "jinja2", "reasoning_gym", "math_verify"),

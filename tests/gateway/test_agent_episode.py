@@ -288,7 +288,7 @@ def test_prompts_are_looked_at_before_work_without_any_agent(caplog):
 def test_an_agent_that_runs_by_itself_claims_an_episode_and_rewards_it(monkeypatch, caplog):
   monkeypatch.setenv("SAO_AGENT_KEY", "secret")
   agent = Agent(None, Tasks())
-  with caplog.at_level("INFO"):
+  with caplog.at_level("INFO", logger="absl"):
     url, admin = f"{agent.gateway.url}/sessions", "secret"
   assert url in caplog.text and "SAO_AGENT_KEY" in caplog.text and "secret" not in caplog.text
 

@@ -11,11 +11,9 @@ import numpy as np
 from jaxtyping import Float
 
 from sao_jax.algorithm.diagnostics import LAG_BINS
+from sao_jax.report.style import BLUE, GREEN, GREY, ORANGE, STYLE
 
 Lines = Sequence[dict[str, Any]]
-
-# Okabe and Ito's palette: distinguishable with every common colour vision.
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#6b7280"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,25 +40,8 @@ def figure(panel: Panel, lines: Lines) -> Any:
   import matplotlib  # an optional extra
   from matplotlib.figure import Figure
 
-  # One style for all panels, set for this figure alone.
-  style = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-    "axes.grid": True,
-    "grid.color": "#e5e7eb",
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-  }
-
   # A figure without pyplot: there is no window, and nothing to close.
-  with matplotlib.rc_context(style):
+  with matplotlib.rc_context(STYLE):
     result = Figure(figsize=(6.0, 3.4), dpi=150, layout="constrained")
     axes = result.add_subplot()
     axes.set_title(panel.title)

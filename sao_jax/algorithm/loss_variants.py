@@ -24,14 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from sao_jax.algorithm import pieces
-from sao_jax.algorithm.policy_loss import (
-  TokenWeights,
-  dis_policy_loss,
-  dis_weights,
-  log_ratios,
-  trust_region,
-  weighted_loss,
-)
+from sao_jax.algorithm.policy_loss import TokenWeights, dis_weights, log_ratios, trust_region, weighted_loss
 from sao_jax.config import AlgorithmConfig
 from sao_jax.types import TrajectoryBatch
 
@@ -135,8 +128,5 @@ def policy_token_losses(
     mask: the trained tokens; anything may stand elsewhere.
     trajectory_log_ratio: from `mean_log_ratios`, for losses `of_trajectories`.
   """
-  epsilons = {"epsilon_low": config.epsilon_low, "epsilon_high": config.epsilon_high}
-  if config.policy_loss == "dis":
-    return dis_policy_loss(logprobs, behavior_logprobs, advantages, mask, **epsilons)
   own = log_ratios(logprobs, behavior_logprobs, mask) if trajectory_log_ratio is None else trajectory_log_ratio
   return weighted_loss(token_weights(config, own, advantages, mask).weights, logprobs, advantages)

@@ -14,6 +14,7 @@ from toys import pieces_toy
 
 from sao_jax.algorithm.loss_reduction import loss_scales
 from sao_jax.algorithm.loss_variants import POLICY_LOSSES, policy_token_losses
+from sao_jax.algorithm.policy_loss import dis_policy_loss
 from sao_jax.algorithm.tokens import trained_tokens
 from sao_jax.algorithm.train_step import make_train_step
 from sao_jax.config import AlgorithmConfig
@@ -61,6 +62,17 @@ def test_ppo_has_the_gradient_of_the_published_surrogate():
 
   expected = jax.grad(surrogate)(jnp.zeros(400))
   np.testing.assert_allclose(coefficients("ppo", ratios, advantages), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_dis_of_the_table_is_the_function_of_the_paper():
+  rng = np.random.default_rng(1)
+  logprobs, behavior, advantages = rng.normal(size=(3, 200)).astype(np.float32)
+  mask, epsilons = jnp.asarray(rng.random(200) < 0.8), {"epsilon_low": 0.8, "epsilon_high": 3.0}
+  config = AlgorithmConfig(policy_loss="dis", **epsilons)
+  np.testing.assert_array_equal(
+    policy_token_losses(config, logprobs, behavior, advantages, mask),
+    dis_policy_loss(logprobs, behavior, advantages, mask, **epsilons),
+  )
 
 
 def test_garbage_outside_of_the_mask_reaches_no_gradient():

@@ -115,8 +115,8 @@ FIELDS = {
   "mesh.allow_split_physical_axes": Field(True, seen_by="tests/parallel/test_torus.py"),
   # The algorithm.
   "algorithm.advantage": Field("sao", seen_by="tests/training/test_methods.py"),
-  "algorithm.epsilon_low": Field(0.4, at(TRAIN, "dis_policy_loss.epsilon_low")),
-  "algorithm.epsilon_high": Field(4.5, at(TRAIN, "dis_policy_loss.epsilon_high")),
+  "algorithm.epsilon_low": Field(0.4, at(TRAIN, "trust_region.epsilon_low")),
+  "algorithm.epsilon_high": Field(4.5, at(TRAIN, "trust_region.epsilon_high")),
   "rollout.filter_equal_groups": Field(False, seen_by="tests/rollout/test_equal_groups.py"),
   "algorithm.baseline_scope": Field("prompt", seen_by="tests/training/test_methods.py"),
   "algorithm.baseline_window": Field(8, seen_by="tests/training/test_methods.py"),

@@ -52,7 +52,7 @@ MADE = (
 CALLED = (
   *(transformer.param_specs, critic.critic_specs, policy.make_policy_apply, critic.make_critic_apply),
   *(critic.frozen_critic_paths, mesh.make_mesh, train_step.make_train_step, network.gradient_step),
-  *(network.map_micro_batches, policy_loss.dis_policy_loss, advantage.one_minus_lambda, advantage.packed_returns),
+  *(network.map_micro_batches, policy_loss.trust_region, advantage.one_minus_lambda, advantage.packed_returns),
   *(advantage.masked_whiten, advantage.value_targets, router.update_router_bias, packing.pack, make_prompt_iterator),
   *(critic.critic_params_from_policy, success_rate.success, optimizer.make_optimizer, call_environment),
   *(run_lock.run_lock,),

@@ -138,8 +138,10 @@ class AlgorithmConfig:
   gamma: Annotated[float, "[0, 1]"] = 1.0
   alpha: Annotated[float, "[1, inf)"] = 1.5  # policy lambda = 1 - 1 / (alpha * n) >= 0, n sampled tokens
   policy_lambda: Literal["length_adaptive"] | Annotated[float, "[0, 1]"] = "length_adaptive"  # or one for all lengths
-  lambda_length: Literal["steps", "response"] = "steps"  # n counts sampled tokens (turns), or observations as well
-  gae: Literal["token", "step_average", "step_last", "through_observations"] = "token"  # sao_jax/algorithm/td_steps.py
+  # n counts a trajectory's sampled tokens (turns), or its observations as well, or the sampled tokens of a segment.
+  lambda_length: Literal["steps", "response", "segment"] = "steps"
+  # Its steps: sao_jax/algorithm/td_steps.py.
+  gae: Literal["token", "step_average", "step_last", "through_observations", "segments"] = "token"
   critic_lambda: Annotated[float, "[0, 1]"] = 1.0  # 1: the value learns the return itself
   value_updates: PositiveInt = 2  # K: gradient steps of the critic on every batch
   advantage_values: Literal["post", "pre"] = "post"  # values read after the K critic updates, or before

@@ -13,6 +13,7 @@ terminal reward, whatever the values are.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import chex
@@ -254,5 +255,44 @@ def sao_advantages(
   else:
     one_minus_lam = jnp.full(sampled.shape, 1.0 - config.policy_lambda, jnp.float32)
 
+  if config.gae == "segments":
+    return segment_advantages(config, batch, state_values, steps, one_minus_lam)
   returns = step_returns(config, batch, state_values, steps, one_minus_lam)
   return jnp.where(sampled, steps.on_tokens(returns - steps.values), 0.0)
+
+
+def segment_advantages(
+  config: AlgorithmConfig,
+  batch: TrajectoryBatch,
+  state_values: Float[Array, "B T"],
+  steps: Steps,
+  one_minus_lam: Float[Array, "B T"],
+) -> Float[Array, "B T"]:
+  """Advantages of each segment by itself, less those of early ones (CompactionRL, arXiv 2607.05378, eq. 13-15).
+
+  A segment ends like a trajectory, with all rewards from its end on, undiscounted (and V behind the end of one that was
+  cut). With the λ-returns G to there, and m sampled tokens in the segments that follow,
+
+      A = (γλ)^m (G - V)
+
+  so that a reward reaches a token as if the segments were one trajectory; values of later segments do not enter.
+  """
+  segments, mask, values = batch.segment_ids, steps.mask, steps.values
+  certain = jnp.zeros_like(values)  # 1 - λ: returns are sums of rewards
+
+  # From each token on, to the end of the trajectory: rewards, and sampled tokens.
+  sums = dataclasses.replace(config, gamma=1.0)
+  to_come = step_returns(sums, batch, state_values, steps, certain)
+  count = Steps(mask, values, jnp.ones_like(values))
+  left = step_returns(dataclasses.replace(sums, truncation="zero"), batch, state_values, count, certain)
+
+  # Each segment as a trajectory of its own.
+  last = jax.vmap(tokens.last_sampled)(mask, segments)
+  returns = jax.vmap(functools.partial(packed_returns, gamma=config.gamma))(
+    jnp.where(last, to_come, steps.rewards), values, mask, segments, one_minus_lam=one_minus_lam
+  )
+
+  # What follows the segment: (γλ)^m.
+  own = jax.vmap(lambda mask, ids: tokens.affine_scan(tokens.ends(ids), mask, reverse=True))(mask, segments)
+  discount = pieces.power((1.0 - config.gamma) + config.gamma * one_minus_lam, left - own)
+  return jnp.where(mask, discount * (returns - values), 0.0)

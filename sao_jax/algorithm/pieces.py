@@ -96,17 +96,17 @@ def join_returns(
   inflow = gamma * jnp.where(final, tokens.at_end(end_value, pieces.trajectory), one_minus_lam * next_value)
 
   # G at its first sampled token, from the last piece to the first: own + (γλ)^(n-1) (inflow + γλ G of the next one).
-  through = jnp.where(final, 1.0, 1.0 - _power(complement, number))
-  offset = own_return + _power(complement, number - 1.0) * inflow
+  through = jnp.where(final, 1.0, 1.0 - power(complement, number))
+  offset = own_return + power(complement, number - 1.0) * inflow
   joined = tokens.affine_scan(jnp.where(has_sampled, through, 0.0), jnp.where(has_sampled, offset, 0.0), reverse=True)
 
   # X, on all tokens of the piece.
   behind = inflow + jnp.where(final, 0.0, (1.0 - complement) * tokens.next_sampled(joined, has_sampled))
-  reaching = _power(decay_complement, remaining - 1.0) * _on_tokens(behind, pieces, jnp.zeros_like(own))
+  reaching = power(decay_complement, remaining - 1.0) * _on_tokens(behind, pieces, jnp.zeros_like(own))
   return jnp.where(sampled, own + reaching, 0.0)
 
 
-def _power(complement: Float[Array, "*shape"], exponent: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def power(complement: Float[Array, "*shape"], exponent: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
   """(1 - complement)^exponent for exponents >= 0, with all the digits of a small complement; 1 below."""
   return jnp.where(exponent > 0.0, jnp.exp(exponent * jnp.log1p(-complement)), 1.0)
 

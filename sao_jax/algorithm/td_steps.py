@@ -4,6 +4,7 @@
     step_average          a step per turn; V of a turn is the mean of V over its tokens, all of which learn
     step_last             a step per turn; V of a turn is V before its last token, which alone learns
     through_observations  a step per token, observations too: a common fault, since nothing teaches V there
+    segments              a step per sampled token, to the end of its segment alone     (CompactionRL, arXiv 2607.05378)
 
 All of them are one recursion, over other tokens: a turn's step stands on the turn's last token, and its advantage is
 then written on all of the turn. A turn is a run of sampled tokens, which an observation ends.
@@ -46,7 +47,7 @@ class Steps(NamedTuple):
 def td_steps(config: AlgorithmConfig, batch: TrajectoryBatch, state_values: Float[Array, "B T"]) -> Steps:
   """The steps that `algorithm.gae` names, with V of the state after each token as the critic gives it."""
   sampled, values = tokens.sampled_tokens(batch), tokens.token_values(state_values, batch)
-  if config.gae == "token":
+  if config.gae in ("token", "segments"):
     return Steps(sampled, values, batch.rewards)
   if config.gae == "through_observations":
     return Steps(_between_samples(batch, sampled), values, jnp.where(sampled, batch.rewards, 0.0))
@@ -68,8 +69,10 @@ def lambda_length(config: AlgorithmConfig, batch: TrajectoryBatch, steps: Steps)
   """n of each token's trajectory, in λ = 1 - 1/(α n): its steps, or all of its tokens from the first sampled one on.
 
   The second counts observations and what follows the last sampled token, segment by segment, as some implementations
-  do; for `through_observations` it is the natural one.
+  do; for `through_observations` it is the natural one. A third is the number of steps of the token's segment.
   """
+  if config.lambda_length == "segment":
+    return jax.vmap(tokens.totals)(steps.mask, batch.segment_ids)
   if config.lambda_length == "response":
     return pieces.count_per_trajectory(batch, _response(batch, tokens.sampled_tokens(batch)))
   if config.gae == "through_observations":

@@ -34,6 +34,7 @@ METHODS: dict[str, Fields] = {
   "sao_step_average": {"algorithm.gae": "step_average"},
   "sao_step_last": {"algorithm.gae": "step_last"},
   "sao_through_observations": {"algorithm.gae": "through_observations"},
+  "sao_segments": {"algorithm.gae": "segments"},
   "sao_response_lambda": {"algorithm.lambda_length": "response"},
   "sao_sequence_mean": _SEQUENCES,
   "sao_mask_over_age": {"rollout.max_staleness": 4, "rollout.staleness": "mask"},
@@ -49,6 +50,9 @@ METHODS: dict[str, Fields] = {
   "ppo": _CLIP_HIGHER | {
     "algorithm.epsilon_high": 0.2, "algorithm.policy_lambda": 0.95, "algorithm.value_clip": 0.2,
     "algorithm.freeze_attention": False,
+  },
+  "compaction_rl": _CLIP_HIGHER | {
+    "algorithm.gae": "segments", "algorithm.epsilon_high": 0.2, "algorithm.freeze_attention": False,
   },
   "running_mean": _RUNNING_MEAN,
   "running_mean_global": _RUNNING_MEAN | {"algorithm.baseline_scope": "global", "algorithm.baseline_window": 128},

@@ -91,7 +91,12 @@ def plain_advantages(config: AlgorithmConfig, t, state_values: np.ndarray) -> np
     "step_average": runs,
     "step_last": runs,
     "through_observations": [[i] for span in spans for i in span],
+    "segments": [],
   }[config.gae]
+
+  if config.gae == "segments":
+    end_value = state_values[-1] if config.truncation == "bootstrap" and t.status.truncated else 0.0
+    return plain_segments(config, segments, before, rewards, end_value, len(t))
 
   n = len(sampled) if config.gae == "through_observations" else len(steps)
   if config.lambda_length == "response":
@@ -109,6 +114,21 @@ def plain_advantages(config: AlgorithmConfig, t, state_values: np.ndarray) -> np
   return np.where(mask, out, 0.0)
 
 
+def plain_segments(config: AlgorithmConfig, segments, before, rewards, end_value, length) -> np.ndarray:
+  """A loop over segments, each with all that is still to be earned at its end, then less by what follows it."""
+  out, counts = np.zeros(length), [len(own) for own in segments]
+  for number, own in enumerate(segments):
+    n = counts[number] if config.lambda_length == "segment" else sum(counts)
+    lam = 1.0 - 1.0 / (config.alpha * n) if config.policy_lambda == "length_adaptive" else config.policy_lambda
+    earned = {i: rewards[i] for i in own}
+    earned[own[-1]] += end_value + sum(rewards[i] for later in segments[number + 1 :] for i in later)
+    local, _ = algorithm_toy.gae_loop(
+      [earned[i] for i in own], [before[i] for i in own], np.ones(len(own)), lam=lam, gamma=config.gamma
+    )
+    out[own] = (config.gamma * lam) ** sum(counts[number + 1 :]) * local
+  return out
+
+
 @functools.cache
 def compiled(config: AlgorithmConfig):
   return jax.jit(functools.partial(sao_advantages, config))
@@ -122,6 +142,8 @@ VARIANTS = [
   {"gae": "through_observations", "lambda_length": "response"},
   {"gae": "step_average", "lambda_length": "response"},
   {"lambda_length": "response", "gamma": 0.9},
+  {"gae": "segments", "gamma": 0.9, "truncation": "bootstrap"},
+  {"gae": "segments", "lambda_length": "segment"},
 ]
 
 

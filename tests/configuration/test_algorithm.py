@@ -45,6 +45,13 @@ def test_hl_gauss_settings_that_cannot_work_are_refused(changes):
     validate(training_toy.replace(training_toy.get_config(), algorithm=algorithm), training=True)
 
 
+def test_a_lambda_for_each_segment_wants_credit_for_each_segment():
+  change = lambda **algorithm: training_toy.replace(training_toy.get_config(), algorithm=algorithm)
+  validate(change(lambda_length="segment", gae="segments"), training=True)
+  with pytest.raises(ConfigError, match=r"algorithm.lambda_length: .*'token' goes on across segments"):
+    validate(change(lambda_length="segment"), training=True)
+
+
 @pytest.mark.parametrize(
   ("given", "cold", "pretrained"), [("auto", True, False), (True, True, True), (False, False, False)]
 )

@@ -254,7 +254,8 @@ def test_a_misspelt_name_gets_the_nearest(field):
   assert error.field == field
   assert f"Did you mean {choices[-1]!r}?" in error.remedy and all(repr(choice) in error.remedy for choice in choices)
   for choice in choices:
-    if choice not in ("split", "grpo", "dr_grpo", "running_mean"):  # which need sampler_devices, and groups
+    # Which need sampler_devices, groups, or algorithm.gae=segments.
+    if choice not in ("split", "grpo", "dr_grpo", "running_mean", "segment"):
       validate(config_tree.replace(VALID, {field: choice}), training=True)
 
 

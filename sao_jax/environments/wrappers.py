@@ -215,7 +215,8 @@ async def _ask_a_process_that_is_killed(place: FaultPlace) -> None:
 class SimulatedLatency(Wrapper):
   """Settings of slow answers: every step first waits exp(N(mu, sigma^2)) seconds, `mean` on average.
 
-  The waits of an episode depend on `seed` and its prompt's key alone.
+  The waits of an episode depend on `seed` and its prompt's key alone. With a `tick` answers come together, as from a
+  server that works in rounds: a sampler then has larger batches, which costs it less.
 
   >>> from sao_jax.environments.calculator import Calculator
   >>> settings = SimulatedLatency(Calculator(), mean=2.0, sigma=0.0)  # constant waits
@@ -226,8 +227,11 @@ class SimulatedLatency(Wrapper):
   mean: float = 1.0  # seconds per step
   sigma: float = 1.0  # spread of the wait's logarithm: 0 is constant, 1 has a 99th percentile of 6 times the mean
   seed: NonNegativeInt = 0
+  tick: float = 0.0  # answers come at multiples of so many seconds, the next one behind their wait; 0: at any time
 
   def __post_init__(self):
+    if not (self.tick >= 0.0 and math.isfinite(self.tick)):
+      raise ConfigError("environment.tick", f"{self.tick} seconds are no tick.", "Use a finite tick >= 0.")
     if not (self.mean >= 0.0 and math.isfinite(self.mean)):
       raise ConfigError("environment.mean", f"{self.mean} seconds cannot be waited.", "Use a finite mean >= 0.")
     if not 0.0 <= self.sigma <= 5.0:
@@ -257,5 +261,6 @@ class SimulatedLatencyEpisode(WrappedEpisode):
     return await self._inner.reset(prompt)
 
   async def step(self, action_ids: Int[np.ndarray, "n"]) -> StepResult:
-    await asyncio.sleep(self._settings.draw(self._delays))
+    wait, tick, now = self._settings.draw(self._delays), self._settings.tick, asyncio.get_running_loop().time()
+    await asyncio.sleep(math.ceil((now + wait) / tick) * tick - now if tick else wait)
     return await self._inner.step(action_ids)

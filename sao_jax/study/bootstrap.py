@@ -37,22 +37,11 @@ def mean_interval(values: Sequence[float] | Float[np.ndarray, " n"], confidence:
   return Interval(round(float(values.mean()), 12), float(low), float(high))
 
 
-def difference_interval(
-  first: Sequence[float], second: Sequence[float], *, paired: bool, confidence: float = 0.95
-) -> Interval:
-  """Mean of `first` less mean of `second`, with its interval.
+def difference_interval(first: Sequence[float], second: Sequence[float], confidence: float = 0.95) -> Interval:
+  """Mean of the differences `first` less `second`, with its interval.
 
   Args:
-    first, second: a value for each seed.
-    paired: the seeds are the same ones in the same order, and share their start: differences are resampled.
+    first, second: a value for each seed, of the same seeds in the same order, which share their start.
     confidence: of the interval.
   """
-  first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
-  if paired:
-    return mean_interval(first - second, confidence)
-  if len(first) < 2 or len(second) < 2:
-    return Interval(float(first.mean() - second.mean()), float("nan"), float("nan"))
-  rng = np.random.default_rng(0)
-  draw = lambda x: x[rng.integers(0, len(x), (RESAMPLES, len(x)))].mean(axis=1)
-  low, high = np.quantile(draw(first) - draw(second), [(1 - confidence) / 2, (1 + confidence) / 2])
-  return Interval(float(first.mean() - second.mean()), float(low), float(high))
+  return mean_interval(np.asarray(first, np.float64) - np.asarray(second, np.float64), confidence)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from sao_jax.report.curves import smooth
 from sao_jax.study.bootstrap import mean_interval
 from sao_jax.study.series import LABELS, Axis, Series, on_one_grid, read_series
 
+Run = TypeVar("Run")
 METRICS = (
   "heldout_success",
   "reward_mean",
@@ -47,29 +48,56 @@ def write_overlay(
     ConfigError: none of the runs has any of the metrics.
   """
   output.mkdir(parents=True, exist_ok=True)
-  written = []
-  for metric in metrics:
-    found = {name: [read_series(run, metric, axis) for run in runs] for name, runs in groups.items()}
-    found = {name: [each for each in series if len(each.x)] for name, series in found.items()}
-    found = {name: series for name, series in found.items() if series}
-    if found:
-      written.append(output / f"{metric}.png")
-      _figure(metric, found, axis).savefig(written[-1], format="png")
+  read = lambda run, metric: read_series(run, metric, axis)
+  written = write_pictures(groups, read, output, metrics=metrics, axis=axis)
   if not written:
     asked = ", ".join(metrics)
     raise ConfigError("--metrics", f"no run has any of {asked}.", "Name metrics that stand in their metrics.jsonl.")
   return written
 
 
-def _figure(metric: str, groups: Mapping[str, Sequence[Series]], axis: Axis) -> Any:
+def write_pictures(
+  groups: Mapping[str, Sequence[Run]],
+  read: Callable[[Run, str], Series],
+  output: pathlib.Path,
+  *,
+  metrics: Sequence[str],
+  axis: Axis = "steps",
+) -> list[pathlib.Path]:
+  """Draws `output/METRIC.png` for each metric that any run has; returns the files.
+
+  Args:
+    groups: runs by the name of their line.
+    read: gives the curve of a metric of a run.
+    output: a folder.
+    metrics: their names.
+    axis: what `read` gives curves against.
+  """
+  written = []
+  for metric in metrics:
+    found = {name: [read(run, metric) for run in runs] for name, runs in groups.items()}
+    if any(len(each.x) for series in found.values() for each in series):
+      written.append(output / f"{metric.replace('/', '_')}.png")
+      draw_curves(metric, found, axis).savefig(written[-1], format="png")
+  return written
+
+
+def draw_curves(metric: str, groups: Mapping[str, Sequence[Series]], axis: Axis = "steps") -> Any:
+  """Draws one line for each group, the mean over its curves with a band for its 95 % interval; a matplotlib Figure.
+
+  Empty curves, and groups of them, are left out.
+  """
   try:
     from matplotlib.figure import Figure  # an optional extra
   except ImportError as error:
     raise ConfigError("report", "matplotlib is not installed.", "Run: pip install -e '.[report]'") from error
 
-  result = Figure(figsize=(7.5, 4.2), dpi=150, layout="constrained")
+  result = Figure(figsize=(7.5, 4.2), dpi=110, layout="constrained")
   axes = result.add_subplot()
-  for number, (name, series) in enumerate(groups.items()):
+  found = {name: [each for each in series if len(each.x)] for name, series in groups.items()}
+  for number, (name, series) in enumerate(found.items()):
+    if not series:
+      continue
     # One colour for each line; beyond nine they repeat in dashes.
     style = {"color": COLORS[number % len(COLORS)], "linestyle": DASHES[number // len(COLORS) % len(DASHES)]}
     x, y = on_one_grid(series)

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from sao_jax.configuration import config_tree
 from sao_jax.configuration.module_file import load_module
 from sao_jax.errors import ConfigError
+from sao_jax.study.measures import split_measure
 
 Fields = Mapping[str, Any]
 
@@ -42,8 +43,9 @@ class Study:
     seeds: of all variants.
     fields: what all runs set.
     start: phases that the variants of a seed share, so that they begin with the same networks.
+    cold: variants whose critic begins as a copy of the policy, without the value pretraining of their start.
     baseline: the variant that the others are compared with; the first one if it is "".
-    measure: the metric that the table shows at the end of a run.
+    measures: what the table compares, see `sao_jax.study.measures`; the first one is what the question asks for.
   """
 
   name: str
@@ -53,8 +55,9 @@ class Study:
   seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
   fields: Fields = dataclasses.field(default_factory=dict)
   start: tuple[Literal["sft", "pretrain_value"], ...] = ("sft", "pretrain_value")
+  cold: tuple[str, ...] = ()
   baseline: str = ""
-  measure: str = "heldout_success"
+  measures: tuple[str, ...] = ("heldout_success",)
 
   def __post_init__(self):
     named = [self.name, *self.variants]
@@ -62,10 +65,11 @@ class Study:
     if wrong or not self.variants or not self.seeds:
       problem = f"{wrong} cannot be folders" if wrong else "there is nothing to run"
       raise ConfigError("--suite", f"{problem}.", "Name variants by letters, digits, _, - and ., and seeds.")
-    if self.baseline and self.baseline not in self.variants:
-      raise ConfigError(
-        "baseline", f"there is no {self.baseline!r}.", config_tree.nearest(self.baseline, tuple(named[1:]))
-      )
+    for field, name in [("baseline", self.compared_with), *(("cold", name) for name in self.cold)]:
+      if name not in self.variants:
+        raise ConfigError(field, f"there is no {name!r}.", config_tree.nearest(name, tuple(self.variants)))
+    for measure in self.measures:
+      split_measure(measure)
 
   @property
   def runs(self) -> Iterator[Run]:

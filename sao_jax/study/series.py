@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -29,23 +29,34 @@ class Series(NamedTuple):
 
 
 def read_series(workdir: str | os.PathLike, metric: str, axis: Axis = "steps", phase: str = "train") -> Series:
-  """Reads one metric of a run's training; lines without it, and undefined values, are left out.
+  """Reads one metric of a run's training, see `series_of`."""
+  return series_of(metric_lines(pathlib.Path(workdir), phase), metric, axis)
 
-  An evaluation stands where the last step before it does.
+
+def series_of(lines: Iterable[Mapping[str, Any]], metric: str, axis: Axis = "steps") -> Series:
+  """Takes one metric, or a sum of several ("rejected_low+rejected_high"), from the metric lines of a phase.
+
+  Lines without it, and undefined values, are left out.
   """
-  x, y = [], []
+  found = [(place[axis], number(line, metric)) for place, line in placed(lines)]
+  pairs = [(x, y) for x, y in found if y is not None]
+  return Series(*np.asarray(pairs, np.float64).reshape(-1, 2).T)
+
+
+def placed(lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[dict[Axis, float], Mapping[str, Any]]]:
+  """Yields every line with its place on each axis; an evaluation stands where the last step before it does."""
   version = tokens = seconds = 0.0
-  for line in metric_lines(pathlib.Path(workdir), phase):
+  for line in lines:
     tokens += line.get("num_sampled_tokens") or 0.0
     seconds = line.get("seconds") or seconds
     version = line["policy_version"] if line.get("policy_version") is not None else version
+    yield {"steps": version, "tokens": tokens, "seconds": seconds}, line
 
-    # Arrays and undefined values have no place on a curve.
-    value = line.get(metric)
-    if isinstance(value, int | float) and np.isfinite(value):
-      x.append({"steps": version, "tokens": tokens, "seconds": seconds}[axis])
-      y.append(float(value))
-  return Series(np.asarray(x, np.float64), np.asarray(y, np.float64))
+
+def number(line: Mapping[str, Any], metric: str) -> float | None:
+  """Returns a metric, or a sum of several, of one line; None for arrays and undefined values."""
+  values = [line.get(name) for name in metric.split("+")]
+  return float(sum(values)) if all(isinstance(each, int | float) and np.isfinite(each) for each in values) else None
 
 
 def on_one_grid(

@@ -1,135 +1,164 @@
-"""The report of a study: a table with intervals over seeds, as Markdown and JSON, and its pictures."""
+"""The report of a study: a line for each run, a table with intervals over seeds, and pictures."""
 
 from __future__ import annotations
 
 import json
-import os
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sao_jax.errors import ConfigError
 from sao_jax.report.metrics import to_json
 from sao_jax.study.bootstrap import Interval, difference_interval, mean_interval
-from sao_jax.study.overlay import write_overlay
+from sao_jax.study.costs import Costs
+from sao_jax.study.measures import split_measure
+from sao_jax.study.overlay import write_pictures
 from sao_jax.study.plan import Study
-from sao_jax.study.series import Axis, read_series
+from sao_jax.study.run_lines import RunLine, line_of, read_lines, write_lines
+from sao_jax.study.series import Axis
 from sao_jax.study.study_runs import read_record
 
-TAIL = 0.1  # of the updates of a run, whose mean a metric of every step is at its end
-COLUMNS = ("explained_variance", "response_length_mean")
+RUNS, TABLE, PAGE = "runs.jsonl", "table.json", "table.md"
+UNKNOWN = Interval(*[float("nan")] * 3)
 
 
-def write_study_report(study: Study, output: pathlib.Path, *, axis: Axis = "steps") -> pathlib.Path:
-  """Writes `output/report/`: README.md with the table, table.json, and pictures; returns the Markdown file.
+def write_study_report(
+  study: Study, output: pathlib.Path, folder: pathlib.Path | None = None, *, axis: Axis = "steps"
+) -> pathlib.Path:
+  """Writes `runs.jsonl`, `table.json`, `table.md` and a picture of each measure's metric; returns the Markdown file.
 
-  Runs that are not done are left out, and the table says how many.
+  Runs that are not done are left out, and the table says how many. Runs that the folder has from before, made with the
+  fields of today, stay in it, even where their own folders are gone.
+
+  Args:
+    study: its runs.
+    output: the study's folder.
+    folder: where to write; None: `output/report`.
+    axis: of the pictures.
 
   Raises:
     ConfigError: no run is done.
   """
-  # Runs by variant, as far as they are done.
-  runs = {variant: [] for variant in study.variants}
-  for run in study.runs:
-    if (record := read_record(output / run.folder)) is not None:
-      runs[run.variant].append((run.seed, output / run.folder, record))
-  done = {variant: found for variant, found in runs.items() if found}
-  if not done:
+  folder = folder or output / "report"
+  lines = _done(study, output, read_lines(folder / RUNS))
+  if not lines:
     raise ConfigError("--output", f"{output} has no run that is done.", "Run the study first.")
+  folder.mkdir(parents=True, exist_ok=True)
+  write_lines(folder / RUNS, lines)
 
-  rows = summaries(study, done)
-  folder = output / "report"
-  pictures = write_overlay({name: [path for _, path, _ in found] for name, found in done.items()}, folder, axis=axis)
-  # A method without a critic explains no variance: undefined, and null in JSON, which has no NaN.
-  numbers = json.dumps(to_json(rows), indent=2, allow_nan=False)
-  (folder / "table.json").write_text(f"{numbers}\n", encoding="utf-8")
-  text = _markdown(study, rows, [path.name for path in pictures])
-  (folder / "README.md").write_text(text, encoding="utf-8")
-  return folder / "README.md"
+  # What the lines say together; what is undefined is null in JSON, which has no NaN.
+  result = table(study, lines)
+  (folder / TABLE).write_text(json.dumps(to_json(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+  groups = {variant: [line for line in lines if line.variant == variant] for variant in study.variants}
+  metrics = dict.fromkeys(split_measure(name)[0] for name in ("reward_mean", *study.measures))
+  pictures = write_pictures(groups, lambda line, name: line.series(name, axis), folder, metrics=[*metrics], axis=axis)
+  (folder / PAGE).write_text(_markdown(result, [path.name for path in pictures]), encoding="utf-8")
+  return folder / PAGE
 
 
-def summaries(study: Study, done: dict[str, list[tuple[int, pathlib.Path, dict[str, Any]]]]) -> list[dict[str, Any]]:
-  """Returns a row for each variant: its measure at the end, the difference from the baseline, and its costs."""
-  ends = {
-    variant: {seed: final_value(path, study.measure) for seed, path, _ in found} for variant, found in done.items()
-  }
-  baseline = ends.get(study.compared_with, {})
+def _done(study: Study, output: pathlib.Path, before: Sequence[RunLine]) -> list[RunLine]:
+  """Reads the runs that are done, in the study's order, and takes those of `before` that are not in `output`."""
+  known = {(line.variant, line.seed): line for line in before}
+  lines = []
+  for run in study.runs:
+    record, old = read_record(output / run.folder), known.get(run)
+    if record is not None:
+      lines.append(line_of(output / run.folder, record, study.measures))
+    elif old is not None and old.fields == to_json(dict(study.fields) | dict(study.variants[run.variant])):
+      lines.append(old)
+  return lines
+
+
+def table(study: Study, lines: Sequence[RunLine]) -> dict[str, Any]:
+  """Returns the study and a row for each variant: its measures, their differences from the baseline, and its costs."""
+  runs = {variant: {line.seed: line for line in lines if line.variant == variant} for variant in study.variants}
+  baseline = runs[study.compared_with]
   rows = []
-  for variant, found in done.items():
-    # Only seeds that both have say something about the difference.
-    own, shared = ends[variant], sorted(ends[variant].keys() & baseline.keys())
-    pairs = [own[seed] for seed in shared], [baseline[seed] for seed in shared]
-    difference = difference_interval(*pairs, paired=True) if shared else Interval(*[float("nan")] * 3)
-
-    # Costs are no claim, and have no interval.
-    mean = lambda name, found=found: sum(record[name] for *_, record in found) / len(found)
+  for variant, own in runs.items():
+    if not own:
+      continue
+    # Only seeds that both have say something about the difference. Costs are no claim, and have no interval.
+    pairs = [(own[seed], baseline[seed]) for seed in own if seed in baseline]
+    costs = {name: sum(line.costs[name] or 0.0 for line in own.values()) / len(own) for name in Costs._fields}
     rows.append(
       {
         "variant": variant,
-        "seeds": sorted(own),
+        "fields": study.variants[variant],
+        "seeds": [*own],
         "missing": len(study.seeds) - len(own),
-        study.measure: mean_interval(list(own.values()))._asdict(),
-        "difference": difference._asdict(),
-        **{
-          name: mean_interval([final_value(path, name) for _, path, _ in found])._asdict() for name in _columns(study)
-        },
-        **{name: mean(name) for name in ("updates", "sampled_tokens", "seconds", "lag_mean", "rejected")},
+        "measures": {name: mean_interval(_values(own.values(), name))._asdict() for name in study.measures},
+        "differences": {name: _difference(pairs, name)._asdict() for name in study.measures},
+        "costs": costs,
       }
     )
-  return rows
+  return {
+    "study": study.name,
+    "question": study.question,
+    "config": study.config,
+    "fields": study.fields,
+    "baseline": study.compared_with,
+    "seeds": study.seeds,
+    "variants": list(study.variants),
+    "measures": study.measures,
+    "commits": sorted({line.commit for line in lines}),
+    "rows": rows,
+  }
 
 
-def final_value(workdir: str | os.PathLike, metric: str) -> float:
-  """A metric at the end of a run: its last evaluation, or the mean over the last tenth of the updates; NaN if none."""
-  series = read_series(workdir, metric)
-  if not len(series.x):
-    return float("nan")
-  if metric.startswith("heldout"):
-    return float(series.y[-1])
-  return float(series.y[series.x >= series.x[-1] * (1.0 - TAIL)].mean())
+def _difference(pairs: Sequence[tuple[RunLine, RunLine]], measure: str) -> Interval:
+  if not pairs:
+    return UNKNOWN
+  first, second = zip(*pairs, strict=True)
+  return difference_interval(_values(first, measure), _values(second, measure))
 
 
-def _markdown(study: Study, rows: list[dict[str, Any]], pictures: list[str]) -> str:
-  """The table; intervals are of the mean over seeds, by bootstrap, and differences are taken seed by seed."""
-  shown = lambda interval: str(Interval(**interval))
-  head = [
-    "variant",
-    "seeds",
-    study.measure,
-    f"less {study.compared_with}",
-    *_columns(study),
-    "lag",
-    "rejected",
-    "tokens",
-    "s",
-  ]
-  lines = [f"# {study.name}", "", study.question, "", _row(head), _row(["---"] * len(head))]
+def _values(lines: Any, measure: str) -> list[float]:
+  """The values of runs, NaN where they are undefined, or were published before the study had this measure."""
+  values = [line.measures.get(measure) for line in lines]
+  return [float("nan") if value is None else value for value in values]
 
-  # One row for each variant.
-  for row in rows:
-    cells = [row["variant"], str(len(row["seeds"])), shown(row[study.measure]), shown(row["difference"])]
-    cells += [shown(row[name]) for name in _columns(study)]
-    cells += [
-      f"{row['lag_mean']:.1f}",
-      f"{row['rejected']:.2%}",
-      f"{row['sampled_tokens']:.3g}",
-      f"{row['seconds']:.0f}",
-    ]
-    lines.append(_row(cells))
 
-  missing = sum(row["missing"] for row in rows) + len(study.seeds) * (len(study.variants) - len(rows))
-  lines += [
-    "",
-    "Means over seeds with 95 % bootstrap intervals; differences are those of equal seeds, which share their start.",
-  ]
+def shown(interval: Mapping[str, float | None]) -> str:
+  """Writes a mean with its interval as the tables do; a dash for what is undefined."""
+  mean, low, high = (interval[name] for name in Interval._fields)
+  if mean is None or mean != mean:
+    return "–"
+  digits = 3 if abs(mean) < 10 else 1
+  known = low is not None and low == low
+  return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]" if known else f"{mean:.{digits}f}"
+
+
+def _markdown(result: Mapping[str, Any], pictures: Sequence[str]) -> str:
+  """The tables of values, of differences, and of costs."""
+  rows, measures = result["rows"], result["measures"]
+  missing = len(result["seeds"]) * len(result["variants"]) - sum(len(row["seeds"]) for row in rows)
+  lines = [f"# {result['study']}", "", result["question"], "", *_header("variant", "seeds", *measures)]
+  lines += [_row([row["variant"], str(len(row["seeds"])), *_cells(row["measures"], measures)]) for row in rows]
   if missing:
-    lines.append(f"{missing} of {len(study.seeds) * len(study.variants)} runs are not done.")
+    lines += ["", f"{missing} of {len(result['seeds']) * len(result['variants'])} runs are not done."]
+
+  # Equal seeds share their start.
+  others = [row for row in rows if row["variant"] != result["baseline"]]
+  if others:
+    lines += ["", f"Differences from `{result['baseline']}`, seed by seed:", "", *_header("variant", *measures)]
+    lines += [_row([row["variant"], *_cells(row["differences"], measures)]) for row in others]
+  lines += ["", "Means over seeds with 95 % bootstrap intervals.", "", "Costs of a run, and how stale its tokens were:"]
+  lines += ["", *_header("variant", "updates", "trajectories", "sampled tokens", "seconds", "mean lag", "rejected")]
+  for row in rows:
+    costs = row["costs"]
+    cells = (f"{costs[name]:.3g}" for name in ("trajectories", "sampled_tokens", "seconds"))
+    ends = (f"{costs['lag_mean']:.1f}", f"{costs['rejected']:.2%}")
+    lines.append(_row([row["variant"], f"{costs['updates']:.0f}", *cells, *ends]))
   return "\n".join([*lines, "", *(f"![{name}]({name})" for name in pictures)]) + "\n"
 
 
-def _columns(study: Study) -> list[str]:
-  """The metrics beside the study's measure."""
-  return [name for name in COLUMNS if name != study.measure]
+def _cells(intervals: Mapping[str, Any], measures: Sequence[str]) -> list[str]:
+  return [shown(intervals[name]) for name in measures]
 
 
-def _row(cells: list[str]) -> str:
+def _header(*cells: str) -> list[str]:
+  return [_row(cells), _row(["---"] * len(cells))]
+
+
+def _row(cells: Sequence[str]) -> str:
   return f"| {' | '.join(cells)} |"

@@ -22,6 +22,10 @@ from sao_jax.study.plan import Run, Study
 
 RECORD = "study.json"  # in the folder of a run that is done
 LOG = "log.txt"  # what the launchers of a run said
+ENVIRONMENT = {
+  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"
+}  # equal programs of many runs: small ones are kept, too
+FOLDERS = {"sft": "sft", "pretrain_value": "value_pretraining"}  # of checkpoints, by phase
 GRACE = 60.0  # seconds that a run may take to save when the study is interrupted
 
 # (arguments behind `python -m`, log file) -> exit status
@@ -43,7 +47,7 @@ class Processes:
         return -1
       process = subprocess.Popen(
         [sys.executable, "-m", *arguments], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-        start_new_session=True,
+        start_new_session=True, env=ENVIRONMENT | os.environ,
       )  # fmt: skip
       self._running.add(process)
     try:
@@ -123,7 +127,7 @@ def _run(study: Study, run: Run, output: pathlib.Path, starts: _Starts, launch: 
 
   # It begins with the networks that all variants of its seed begin with.
   try:
-    starts.bring(run.seed, workdir)
+    starts.bring(run, workdir)
   except RunError as error:
     return str(error)
   logging.info("%s: begins, or goes on.", run.folder)
@@ -145,27 +149,31 @@ class _Starts:
     self._locks = {seed: threading.Lock() for seed in study.seeds}
     self._failed: dict[int, str] = {}
 
-  def bring(self, seed: int, workdir: pathlib.Path) -> None:
+  def bring(self, run: Run, workdir: pathlib.Path) -> None:
     """Makes the start of a seed, if nobody has, and copies it into a run that has not begun.
 
     Raises:
-      RunError: it could not be made.
+      RunError: it could not be made, or was made with other fields.
     """
-    if not self._study.start:
+    study, seed = self._study, run.seed
+    if not study.start:
       workdir.mkdir(parents=True, exist_ok=True)
       return
     start = self._output / f"start/seed_{seed}"
     with self._locks[seed]:
       if seed in self._failed:
         raise RunError(self._failed[seed])
-      if not (start / RECORD).exists():
+      if (record := read_record(start)) is None:
         self._make(seed, start)
+      elif record != self._record:
+        raise RunError(f"{start} was made with other fields or phases: use another --output")
 
     # Whole or not at all: a copy that was cut looks like a run that lost its start.
     if not workdir.exists():
       unfinished = workdir.with_name(f".{workdir.name}.unfinished")
       shutil.rmtree(unfinished, ignore_errors=True)
-      shutil.copytree(start, unfinished, ignore=shutil.ignore_patterns(RECORD, LOG))
+      left_out = [FOLDERS["pretrain_value"]] if run.variant in study.cold else []
+      shutil.copytree(start, unfinished, ignore=shutil.ignore_patterns(RECORD, LOG, *left_out))
       os.replace(unfinished, workdir)
 
   def _make(self, seed: int, start: pathlib.Path) -> None:
@@ -175,7 +183,12 @@ class _Starts:
       if status:
         self._failed[seed] = f"launch.{phase} of seed {seed} ended with status {status}; {start / LOG} says why"
         raise RunError(self._failed[seed])
-    (start / RECORD).write_text(json.dumps({"phases": list(self._study.start)}) + "\n", encoding="utf-8")
+    (start / RECORD).write_text(json.dumps(self._record) + "\n", encoding="utf-8")
+
+  @property
+  def _record(self) -> dict[str, Any]:
+    study = self._study
+    return {"phases": list(study.start), "config": study.config, "fields": _plain(study.fields)}
 
 
 def read_record(workdir: pathlib.Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -51,6 +52,15 @@ def test_every_step_waits_and_nothing_else_changes(monkeypatch):
   assert play(SimulatedLatency(Calculator(), mean=0.5, sigma=0.0), monkeypatch)[0] == [0.5, 0.5, 0.5]
 
 
+def test_with_a_tick_answers_come_at_its_multiples(monkeypatch):
+  """Nothing really waits here, so the clock stands: a wait is the way to the first tick that is not too early."""
+  now = 100.3
+  monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda loop: now)
+  (plain, _), (waits, _) = play(SETTINGS, monkeypatch), play(dataclasses.replace(SETTINGS, tick=0.25), monkeypatch)
+  for asked, wait in zip(plain, waits, strict=True):
+    assert asked <= wait < asked + 0.25 and (now + wait) % 0.25 == pytest.approx(0.0, abs=1e-9)
+
+
 def test_waits_are_log_normal_with_the_asked_mean_and_sigma():
   settings = SimulatedLatency(Calculator(), mean=2.0, sigma=0.5)
   waits = np.array(
@@ -96,7 +106,15 @@ def test_truncation_and_closing_reach_the_inner_environment():
 
 
 @pytest.mark.parametrize(
-  "change", [{"mean": -1.0}, {"mean": float("inf")}, {"mean": float("nan")}, {"sigma": -0.1}, {"sigma": float("nan")}]
+  "change",
+  [
+    {"mean": -1.0},
+    {"mean": float("inf")},
+    {"mean": float("nan")},
+    {"sigma": -0.1},
+    {"sigma": float("nan")},
+    {"tick": -0.1},
+  ],
 )
 def test_settings_that_cannot_work_are_refused(change):
   with pytest.raises(ConfigError) as caught:

@@ -41,9 +41,10 @@ def test_a_study_is_run_reported_and_not_run_again(tmp_path):
   first = run("study", *arguments)
   logs = [path.read_text() for path in tmp_path.glob("out/*/*/log.txt")]
   assert first.returncode == 0, (first.stderr, logs)
-  rows = {row["variant"]: row for row in json.loads((tmp_path / "out/report/table.json").read_text())}
-  assert rows.keys() == {"cispo", "running_mean"} and all(row["updates"] == 3 for row in rows.values())
-  assert all(0.0 <= row["heldout_success"]["mean"] <= 1.0 and row["sampled_tokens"] > 0 for row in rows.values())
+  rows = {row["variant"]: row for row in json.loads((tmp_path / "out/report/table.json").read_text())["rows"]}
+  assert rows.keys() == {"cispo", "running_mean"} and all(row["costs"]["updates"] == 3 for row in rows.values())
+  assert all(0.0 <= row["measures"]["heldout_success"]["mean"] <= 1.0 for row in rows.values())
+  assert all(row["costs"]["sampled_tokens"] > 0 for row in rows.values())
   record = json.loads((tmp_path / "out/cispo/seed_3/study.json").read_text())
   assert record["fields"]["algorithm.policy_loss"] == "cispo" and len(record["commit"]) >= 40
 

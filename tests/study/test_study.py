@@ -10,62 +10,20 @@ import time
 
 import numpy as np
 import pytest
+from toys.study_toy import STUDY, FakeLaunch, write_run
 
 from configs.studies import methods
 from sao_jax.configuration import config_tree
-from sao_jax.configuration.methods import METHODS
 from sao_jax.errors import ConfigError
 from sao_jax.interrupt import POLL, Interrupted
-from sao_jax.report.metrics import MetricsWriter
 from sao_jax.study.bootstrap import difference_interval, mean_interval
 from sao_jax.study.costs import costs_of
+from sao_jax.study.measures import value_of
 from sao_jax.study.overlay import write_overlay
 from sao_jax.study.plan import Study, load_study
 from sao_jax.study.series import Series, on_one_grid, read_series
-from sao_jax.study.study_report import final_value, write_study_report
+from sao_jax.study.study_report import write_study_report
 from sao_jax.study.study_runs import RECORD, Processes, read_record, run_study
-
-STUDY = Study(
-  name="toy",
-  question="Does it learn?",
-  config="configs/calculator.py",
-  variants={"sao": {}, "grpo": METHODS["grpo"]},
-  seeds=(0, 1, 2),
-  fields={"training.steps": 4},
-)
-
-
-def write_run(workdir, level: float, steps: int = 4) -> None:
-  """Metrics as a training run leaves them."""
-  numbers = {"num_sampled_tokens": 100.0, "num_tokens": 150.0, "num_trajectories": 8.0, "step_seconds": 0.5}
-  numbers |= {"lag_mean": 2.0, "rejected_low": 0.01, "rejected_high": 0.02, "response_length_mean": 9.0}
-  with MetricsWriter(workdir, "train", trackers=()) as writer:
-    for step in range(1, steps + 1):
-      own = {"seconds": step / 2, "policy_version": step, "explained_variance": level * step / steps}
-      writer.write(step, numbers | own)
-    writer.write(steps, {"heldout_success": level, "policy_version": steps})
-
-
-class FakeLaunch:
-  """Launchers that write what a run leaves, and may fail."""
-
-  def __init__(self, fails=()):
-    self.calls, self.fails, self.lock = [], set(fails), threading.Lock()
-
-  def __call__(self, arguments, log):
-    program, *rest = arguments
-    flags = dict(argument.removeprefix("--").split("=", 1) for argument in rest)
-    with self.lock:
-      self.calls.append((program, flags))
-    if program in self.fails or flags["workdir"] in self.fails:
-      return 3
-    folder = log.parent
-    if program == "launch.train":
-      assert (folder / "sft").exists(), "the start of its seed"
-      write_run(folder, 0.5 + 0.1 * int(flags["seed"]) + 0.2 * (flags.get("config.algorithm.advantage") == "grpo"))
-    else:
-      (folder / program.removeprefix("launch.")).mkdir()
-    return 0
 
 
 def test_all_runs_are_made_once_from_starts_that_their_seeds_share(tmp_path):
@@ -90,6 +48,8 @@ def test_all_runs_are_made_once_from_starts_that_their_seeds_share(tmp_path):
   assert len(launch.calls) == 12
   changed = Study(**{**vars(STUDY), "fields": {"training.steps": 5}})
   assert all("made with other fields" in problem for problem in run_study(changed, tmp_path, launch=launch).values())
+  changed = dataclasses.replace(changed, variants={"more": {}})
+  assert all("was made with other" in problem for problem in run_study(changed, tmp_path, launch=launch).values())
   moved = dataclasses.replace(STUDY, config="configs/online_learning.py")
   assert all("made with other config" in problem for problem in run_study(moved, tmp_path, launch=launch).values())
 
@@ -142,28 +102,37 @@ def test_stopping_ends_the_processes_that_run_and_takes_no_new_ones(tmp_path):
 def test_the_table_has_means_intervals_and_differences_of_equal_seeds(tmp_path):
   run_study(STUDY, tmp_path, launch=FakeLaunch())
   page = write_study_report(STUDY, tmp_path)
-  rows = {row["variant"]: row for row in json.loads((tmp_path / "report/table.json").read_text())}
-  assert rows["sao"]["heldout_success"]["mean"] == pytest.approx(0.6)
-  assert rows["grpo"]["difference"] == {
-    "mean": pytest.approx(0.2),
-    "low": pytest.approx(0.2),
-    "high": pytest.approx(0.2),
-  }
-  assert rows["grpo"]["heldout_success"]["low"] < 0.8 < rows["grpo"]["heldout_success"]["high"]
+  rows = {row["variant"]: row for row in json.loads((tmp_path / "report/table.json").read_text())["rows"]}
+  own = rows["grpo"]["measures"]["heldout_success"]
+  assert rows["sao"]["measures"]["heldout_success"]["mean"] == pytest.approx(0.6) and own["low"] < 0.8 < own["high"]
+  level = pytest.approx(0.2)
+  assert rows["grpo"]["differences"]["heldout_success"] == {"mean": level, "low": level, "high": level}
+  assert rows["grpo"]["costs"]["updates"] == 4 and rows["grpo"]["costs"]["rejected"] == pytest.approx(0.03)
   text = page.read_text()
-  assert "| grpo | 3 | 0.800 [" in text and "0.200 [0.200, 0.200]" in text and "![heldout_success.png]" in text
+  assert "| grpo | 3 | 0.800 [" in text and "| grpo | 0.200 [0.200, 0.200]" in text
+  assert "![heldout_success.png]" in text
   assert (tmp_path / "report/heldout_success.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_cold_variant_gets_no_pretrained_critic_and_studies_share_their_runs(tmp_path):
+  launch = FakeLaunch()
+  run_study(STUDY, tmp_path, launch=launch)
+  other = dataclasses.replace(STUDY, name="other", variants={"sao": {}, "sao_cold": {}}, cold=("sao_cold",))
+  assert set(run_study(other, tmp_path, launch=launch).values()) == {"done"}
+  again = [flags["workdir"] for program, flags in launch.calls[12:]]
+  assert again == [str(tmp_path / f"sao_cold/seed_{seed}") for seed in STUDY.seeds]
 
 
 def test_what_is_undefined_is_null_in_the_table(tmp_path):
   """A method without a critic has no explained variance, and one seed no interval; JSON knows no NaN."""
-  study = dataclasses.replace(STUDY, seeds=(0,), measure="explained_variances", variants={"grpo": {}})
+  study = dataclasses.replace(STUDY, seeds=(0,), measures=("explained_variance", "nothing"), variants={"grpo": {}})
   run_study(study, tmp_path, launch=FakeLaunch())
   write_study_report(study, tmp_path)
   refuse = lambda name: pytest.fail(f"{name} is no JSON")
-  (row,) = json.loads((tmp_path / "report/table.json").read_text(), parse_constant=refuse)
-  assert row["explained_variances"] == {"mean": None, "low": None, "high": None}
-  assert row["explained_variance"]["mean"] > 0.0 and row["explained_variance"]["low"] is None
+  (row,) = json.loads((tmp_path / "report/table.json").read_text(), parse_constant=refuse)["rows"]
+  assert row["measures"]["nothing"] == {"mean": None, "low": None, "high": None}
+  assert row["measures"]["explained_variance"]["mean"] > 0.0 and row["measures"]["explained_variance"]["low"] is None
+  assert "| – |" in (tmp_path / "report/table.md").read_text()
 
 
 def test_bootstrap_intervals():
@@ -175,9 +144,7 @@ def test_bootstrap_intervals():
   assert interval.high == pytest.approx(values.mean() + half, abs=0.01)
   assert mean_interval([0.3]) == (0.3, pytest.approx(math.nan, nan_ok=True), pytest.approx(math.nan, nan_ok=True))
   assert mean_interval([0.2, 0.4])[1:] == (0.2, 0.4)
-  paired = difference_interval([1.0, 2.0, 3.0], [0.9, 1.9, 2.9], paired=True)
-  alone = difference_interval([1.0, 2.0, 3.0], [0.9, 1.9, 2.9], paired=False)
-  assert paired.low == pytest.approx(0.1) and alone.low < -0.5
+  assert difference_interval([1.0, 2.0, 3.0], [0.9, 1.9, 2.9]).low == pytest.approx(0.1)
 
 
 def test_series_stand_at_updates_tokens_or_seconds(tmp_path):
@@ -185,7 +152,8 @@ def test_series_stand_at_updates_tokens_or_seconds(tmp_path):
   assert read_series(tmp_path, "explained_variance").x.tolist() == [1, 2, 3, 4]
   assert read_series(tmp_path, "explained_variance", "tokens").x.tolist() == [100, 200, 300, 400]
   assert read_series(tmp_path, "heldout_success", "seconds").x.tolist() == [2.0]
-  assert final_value(tmp_path, "heldout_success") == 0.7 and math.isnan(final_value(tmp_path, "nothing"))
+  read = lambda metric: read_series(tmp_path, metric)
+  assert value_of("heldout_success", read) == 0.7 and math.isnan(value_of("nothing", read))
   assert costs_of(tmp_path).tokens == 600
 
   a, b = Series(np.array([0.0, 2.0]), np.array([0.0, 2.0])), Series(np.array([1.0, 3.0]), np.array([5.0, 5.0]))
@@ -210,6 +178,8 @@ def test_pictures_of_any_runs(tmp_path):
     ({"variants": {"../x": {}}}, "cannot be folders"),
     ({"variants": {"start": {}}}, "cannot be folders"),
     ({"baseline": "sa"}, "Did you mean 'sao'"),
+    ({"cold": ("grp",)}, "Did you mean 'grpo'"),
+    ({"measures": ("reward_mean:spike",)}, "Did you mean 'spikes'"),
   ],
 )
 def test_studies_that_cannot_be_run_are_refused(changes, words):

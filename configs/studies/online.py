@@ -30,7 +30,6 @@ def get_study() -> Study:
       "training.trackers": (),
       "training.keep_checkpoints": 1,
       "training.checkpoint_every": 10_000,
-      "sft.steps": 400,
     },
     measures=("info_success/online_styles:recovery", "info_success/online_styles:mean", "heldout_success"),
   )

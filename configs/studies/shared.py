@@ -15,7 +15,8 @@ CONFIG = "configs/corridor_10.py"
 # log-normal time, and four batches are under way beside the one in training: so tokens are about three updates old.
 FIELDS: Fields = {
   "rollout.batch_size": 32,
-  "rollout.row_counts": (32,),
+  "rollout.row_lengths": (128,),
+  "rollout.row_counts": (16,),
   "sft.batch_size": 32,
   "sft.steps": 600,
   "rollout.admission_staleness": 4,

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from toys.paths import REPOSITORY
-from toys.study_toy import STUDY, FakeLaunch, write_run
+from toys.study_toy import STUDY, SUITES, FakeLaunch, write_run
 
 from sao_jax.errors import ConfigError
 from sao_jax.report.metrics import to_json
@@ -18,9 +18,6 @@ from sao_jax.study.run_lines import POINTS
 from sao_jax.study.study_report import table
 
 PUBLISHED = REPOSITORY / "notebooks/results"
-SUITES = sorted(
-  path for path in (REPOSITORY / "configs/studies").glob("*.py") if path.stem not in ("__init__", "claims", "shared")
-)
 
 
 @pytest.fixture

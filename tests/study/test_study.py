@@ -10,10 +10,12 @@ import time
 
 import numpy as np
 import pytest
-from toys.study_toy import STUDY, FakeLaunch, write_run
+from toys.paths import REPOSITORY
+from toys.study_toy import STUDY, SUITES, FakeLaunch, write_run
 
-from configs.studies import methods
+from launch import _flags
 from sao_jax.configuration import config_tree
+from sao_jax.configuration.relations import validate
 from sao_jax.errors import ConfigError
 from sao_jax.interrupt import POLL, Interrupted
 from sao_jax.study.bootstrap import difference_interval, mean_interval
@@ -187,12 +189,23 @@ def test_studies_that_cannot_be_run_are_refused(changes, words):
     Study(**{**vars(STUDY), **changes})
 
 
-def test_the_study_that_is_shipped_sets_fields_of_its_configuration(tmp_path):
-  from launch import _flags
-
-  study = load_study(methods.__file__)
-  config = _flags.load_config(study.config)
+@pytest.mark.parametrize("suite", SUITES, ids=lambda path: path.stem)
+def test_studies_that_are_shipped_set_fields_of_their_configuration(suite):
+  study = load_study(suite)
+  assert study.name == suite.stem
+  config = config_tree.replace(_flags.load_config(study.config), dict(study.fields))
   for fields in study.variants.values():
-    config_tree.replace(config, fields)
+    validate(config_tree.replace(config, dict(fields)), training=True)
+
+
+def test_variants_of_one_name_are_equal_in_studies_that_share_their_runs():
+  known = {}
+  for study in map(load_study, SUITES):
+    for name, fields in study.variants.items():
+      own = dict(fields) | {"phases": study.start, "cold": name in study.cold}
+      assert known.setdefault((study.config, str(study.fields), name), own) == own, (study.name, name)
+
+
+def test_a_file_without_a_study_is_refused():
   with pytest.raises(ConfigError, match="no get_study"):
-    load_study(_flags.REPOSITORY / "configs/calculator.py")
+    load_study(REPOSITORY / "configs/calculator.py")

@@ -8,6 +8,10 @@ from sao_jax.configuration.methods import METHODS
 from sao_jax.report.metrics import MetricsWriter
 from sao_jax.study.plan import Study
 from sao_jax.study.study_runs import FOLDERS
+from toys.paths import REPOSITORY
+
+NO_STUDIES = ("__init__", "claims", "shared")
+SUITES = sorted(path for path in (REPOSITORY / "configs/studies").glob("*.py") if path.stem not in NO_STUDIES)
 
 STUDY = Study(
   name="toy",

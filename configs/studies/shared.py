@@ -22,6 +22,7 @@ FIELDS: Fields = {
   "rollout.admission_staleness": 4,
   "rollout.max_staleness": -1,
   "environment.mean": 0.15,
+  "environment.sigma": 1.0,
   "environment.tick": 0.05,
   "sampler.num_slots": 160,
   "sampler.decode_batch": 128,
@@ -29,8 +30,8 @@ FIELDS: Fields = {
   "training.trackers": (),
   "training.keep_checkpoints": 1,
   "training.checkpoint_every": 10_000,
-  "training.steps": 200,
-  "evaluation.every": 50,
+  "training.steps": 150,
+  "evaluation.every": 75,
   "evaluation.prompts": 300,
 }
 GROUP_SIZE = 4

@@ -121,6 +121,20 @@ def test_a_notebook_shows_the_library_and_has_no_second_one(path):
     assert node.end_lineno - node.lineno < FUNCTION, node.name
 
 
+def test_the_cells_that_the_page_of_equations_names_exist():
+  page = (REPOSITORY / "sao_jax" / "algorithm" / "README.md").read_text(encoding="utf-8")
+  rows = re.findall(r"\| (\d\d) ((?:`[a-z-]+`(?:, )?)+) \|$", page, re.MULTILINE)
+  assert len(rows) > 5
+  for number, names in rows:
+    (path,) = notebooks.FOLDER.glob(f"{number}_*.ipynb")
+    assert set(re.findall(r"`([a-z-]+)`", names)) <= {cell.id for cell in notebooks.read(path).cells}
+
+
+def test_all_notebooks_are_listed():
+  listed = re.findall(r"\]\((\w+\.ipynb)\) \|", (notebooks.FOLDER / "README.md").read_text(encoding="utf-8"))
+  assert listed == [path.name for path in notebooks.paths()]
+
+
 def test_an_address_is_that_of_all_badges_and_of_the_install_cell(tmp_path, monkeypatch):
   for path in notebooks.paths():
     (tmp_path / path.name).write_bytes(path.read_bytes())

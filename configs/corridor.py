@@ -29,7 +29,8 @@ def get_config() -> RunConfig:
 def corridor_config(corridor: Corridor, *, batch: int = 32) -> RunConfig:
   """Makes a run of 300 updates on a corridor, from which contexts, turns and rows follow.
 
-  The lag is about `rollout.admission_staleness`; waits of a long tail make that of a trajectory differ from it.
+  The lag is about `rollout.admission_staleness`; waits of a long tail make that of a trajectory differ from it. Each
+  rollout waits for itself, so that a group waits for its slowest.
   """
   # A turn has two tokens, a sign behind clutter, and pauses. Most walks are no longer than the corridor.
   turn = 3.2 + corridor.clutter
@@ -39,7 +40,7 @@ def corridor_config(corridor: Corridor, *, batch: int = 32) -> RunConfig:
   most = max(batch, 64) * context // row
   return RunConfig(
     name="corridor",
-    environment=SimulatedLatency(corridor, mean=0.002, sigma=1.5),
+    environment=SimulatedLatency(corridor, mean=0.002, sigma=1.5, alike=False),
     model=ModelConfig(num_layers=1, d_model=32, num_heads=2, num_kv_heads=2, head_dim=16, d_ff=64),
     policy_optimizer=OptimizerConfig(learning_rate=3e-4),
     critic_optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=10.0, warmup_steps=10),

@@ -1,7 +1,8 @@
 """Environments around other environments: faults on purpose (`Chaos`) and slow answers (`SimulatedLatency`).
 
 Both change an episode, never its task: prompts, tokenizer and expert are those of the inner environment. Everything
-random depends on the wrapper's seed and the prompt's key alone, so every run and every attempt meets the same trouble.
+random depends on the wrapper's seed and the prompt's key alone, so every run and every attempt meets the same trouble,
+but for waits that are not to be alike.
 """
 
 from __future__ import annotations
@@ -215,7 +216,8 @@ async def _ask_a_process_that_is_killed(place: FaultPlace) -> None:
 class SimulatedLatency(Wrapper):
   """Settings of slow answers: every step first waits exp(N(mu, sigma^2)) seconds, `mean` on average.
 
-  The waits of an episode depend on `seed` and its prompt's key alone. With a `tick` answers come together, as from a
+  The waits of an episode depend on `seed` and its prompt's key alone, so that those of a group wait alike, unless each
+  is to wait for itself: then nobody can repeat them, and a group waits for its slowest. With a `tick` answers come together, as from a
   server that works in rounds: a sampler then has larger batches, which costs it less.
 
   >>> from sao_jax.environments.calculator import Calculator
@@ -227,6 +229,7 @@ class SimulatedLatency(Wrapper):
   mean: float = 1.0  # seconds per step
   sigma: float = 1.0  # spread of the wait's logarithm: 0 is constant, 1 has a 99th percentile of 6 times the mean
   seed: NonNegativeInt = 0
+  alike: bool = True  # rollouts of a prompt wait alike, and in any run; False: each for itself
   tick: float = 0.0  # answers come at multiples of so many seconds, the next one behind their wait; 0: at any time
 
   def __post_init__(self):
@@ -241,8 +244,8 @@ class SimulatedLatency(Wrapper):
     return SimulatedLatencyEpisode(self, self.inner.make(tokenizer))
 
   def delays(self, key: PromptKey) -> np.random.Generator:
-    """Makes the source of the waits of a prompt's episodes, which `draw` takes."""
-    return generator_of(self.seed, key)
+    """Makes the source of the waits of an episode of a prompt, which `draw` takes."""
+    return generator_of(self.seed, key) if self.alike else np.random.default_rng()
 
   def draw(self, delays: np.random.Generator) -> float:
     """Draws the next wait, in seconds."""

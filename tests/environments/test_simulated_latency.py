@@ -71,6 +71,13 @@ def test_waits_are_log_normal_with_the_asked_mean_and_sigma():
   assert len(set(waits)) == len(waits)
 
 
+def test_rollouts_of_a_prompt_may_each_wait_for_themselves():
+  key, alike = PromptKey("calculator", 3, 0), SETTINGS
+  apart = SimulatedLatency(Calculator(), mean=2.0, sigma=1.0, alike=False)
+  waits = {settings: {settings.draw(settings.delays(key)) for _ in range(8)} for settings in (alike, apart)}
+  assert len(waits[alike]) == 1 and len(waits[apart]) == 8
+
+
 def test_the_rest_is_the_inner_environments():
   inner = SETTINGS.inner
   assert SETTINGS.name == inner.name

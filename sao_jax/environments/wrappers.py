@@ -217,8 +217,8 @@ class SimulatedLatency(Wrapper):
   """Settings of slow answers: every step first waits exp(N(mu, sigma^2)) seconds, `mean` on average.
 
   The waits of an episode depend on `seed` and its prompt's key alone, so that those of a group wait alike, unless each
-  is to wait for itself: then nobody can repeat them, and a group waits for its slowest. With a `tick` answers come together, as from a
-  server that works in rounds: a sampler then has larger batches, which costs it less.
+  is to wait for itself: then nobody can repeat them, and a group waits for its slowest. With a `tick` answers come
+  together, as from a server that works in rounds: a sampler then has larger batches, which costs it less.
 
   >>> from sao_jax.environments.calculator import Calculator
   >>> settings = SimulatedLatency(Calculator(), mean=2.0, sigma=0.0)  # constant waits

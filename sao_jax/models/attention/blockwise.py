@@ -31,13 +31,13 @@ class Queries(NamedTuple):
 
   Attributes:
     q: [T, G, h], G heads of every token.
-    segments: the tokens' segments.
-    index: the tokens' indices in the row: each reads the keys of its segment up to this index.
+    segments: the tokens' segments, once for every head: a CPU's code for products masked by token is not vectorised.
+    index: likewise the tokens' indices in the row: each reads the keys of its segment up to this index.
   """
 
   q: Float[Array, "T G h"]
-  segments: Int[Array, "T"]
-  index: Int[Array, "T"]
+  segments: Int[Array, "T G"]
+  index: Int[Array, "T G"]
 
 
 class Keys(NamedTuple):
@@ -88,11 +88,14 @@ def blockwise_attention(
   def of_pairs(segments: jax.Array, size: int) -> jax.Array:
     return jnp.repeat(_fill(segments, 1, size, "edge"), kv_heads, axis=0)
 
+  def of_heads(numbers: jax.Array) -> jax.Array:  # [..., T] -> [B · K, T, G]
+    return jnp.broadcast_to(numbers[..., None], (batch * kv_heads, numbers.shape[-1], group))
+
   q_size, kv_size = _block_size(length, block), _block_size(k.shape[1], block)
   queries = Queries(
     _fill(pairs(q.reshape(batch, length, kv_heads, group, dim)), 1, q_size),
-    of_pairs(q_segments, q_size),
-    jnp.broadcast_to(_fill(index, 0, q_size, "edge"), (batch * kv_heads, -(-length // q_size) * q_size)),
+    of_heads(of_pairs(q_segments, q_size)),
+    of_heads(_fill(index, 0, q_size, "edge")),
   )
   keys = Keys(_fill(pairs(k), 1, kv_size), _fill(pairs(v), 1, kv_size), of_pairs(kv_segments, kv_size))
 
@@ -213,12 +216,10 @@ _attention.defvjp(_forward, _backward)
 
 def _scores(queries: Queries, keys: Keys, first: jax.Array | int, scale: float) -> Float[Array, "N S"]:
   """Scores of every query with the keys of a block, which begins with the key `first`; fp32."""
-  length, group, dim = queries.q.shape
   index = first + jnp.arange(keys.k.shape[0], dtype=jnp.int32)
-  readable = (queries.segments[:, None] == keys.segments) & (queries.index[:, None] >= index)
-  scores = jnp.dot(queries.q.reshape(-1, dim), keys.k.T, preferred_element_type=jnp.float32) * scale
-  scores = jnp.where(readable[:, None], scores.reshape(length, group, -1), LOWEST)
-  return scores.reshape(length * group, -1)
+  segments, last = queries.segments.reshape(-1, 1), queries.index.reshape(-1, 1)
+  scores = jnp.dot(queries.q.reshape(-1, queries.q.shape[-1]), keys.k.T, preferred_element_type=jnp.float32) * scale
+  return jnp.where((segments == keys.segments) & (last >= index), scores, LOWEST)
 
 
 def _over_queries(

@@ -15,6 +15,7 @@ from sao_jax.config import MeshConfig
 from sao_jax.models.attention.blockwise import blockwise_attention
 from sao_jax.models.attention.packed import packed_attention
 from sao_jax.models.attention.shards import query_order
+from sao_jax.models.attention.short_rows import query_blocks
 from sao_jax.parallel.layout import AxisRules, Layout
 from sao_jax.parallel.mesh import make_mesh
 
@@ -91,6 +92,22 @@ def test_blocks_equal_the_plain_formula(rows, block):
   segments = jnp.asarray(np.stack(rows), jnp.int32)
   got = compiled(block, jnp.float32)(*arrays(), segments)
   assert_close(got, compiled_naive()(*arrays(), segments))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_short_rows_in_two_blocks_equal_the_plain_formula(dtype):
+  """Segments end before, at and behind the border of the blocks; one row begins with padding."""
+  length = 70
+  cuts = [[0, 9, 35, 60], [4, 30, 41, 70]]
+  segments = np.stack([np.searchsorted(row, np.arange(length), side="right") % 4 for row in cuts]).astype(np.int32)
+  assert len(query_blocks(np.arange(length))) == 2
+
+  def attention(q, k, v):
+    return packed_attention()(*(x.astype(dtype) for x in (q, k, v)), segments, 0.3)
+
+  got = output_and_gradients(attention)(*arrays(length=length))
+  expected = output_and_gradients(lambda q, k, v: naive(q, k, v, segments, 0.3))(*arrays(length=length))
+  assert_close(got, expected, tolerance=2e-5 if dtype == jnp.float32 else 5e-2)
 
 
 def test_bf16():

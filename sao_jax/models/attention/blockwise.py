@@ -3,15 +3,14 @@
 A block of queries meets one block of keys after the other, with a running maximum and sum. The backward pass computes
 the scores again, from the logarithm of those sums. Blocks above the diagonal and blocks of other segments are skipped.
 
-Plain jax, one row and one kv head at a time: this is what CPUs run, and what kernels are compared with. A row that is
-no longer than a block is computed without loops.
+Plain jax, one row and one kv head at a time: this is what CPUs run, and what kernels are compared with. Short rows are
+computed without loops: see `short_rows`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,38 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from sao_jax.models.attention.kind import ATTENTION_OUT
+from sao_jax.models.attention.row_heads import LOWEST, Keys, Queries, masked_scores
+from sao_jax.models.attention.short_rows import SHORT, query_blocks, short_attention
 from sao_jax.types import PyTree
 
 BLOCK = 128  # the most queries, and the most keys, of a block: the fastest on a CPU for rows of 256 tokens and more
-LOWEST = float(jnp.finfo(jnp.float32).min)  # the score of what must not be read; finite, as are differences from it
-
-
-class Queries(NamedTuple):
-  """Queries of one row that read one kv head, or a block of them.
-
-  Attributes:
-    q: [T, G, h], G heads of every token.
-    segments: the tokens' segments, once for every head: a CPU's code for products masked by token is not vectorised.
-    index: likewise the tokens' indices in the row: each reads the keys of its segment up to this index.
-  """
-
-  q: Float[Array, "T G h"]
-  segments: Int[Array, "T G"]
-  index: Int[Array, "T G"]
-
-
-class Keys(NamedTuple):
-  """Keys and values of one row and kv head, or a block of them; the s-th key of a row has the index s.
-
-  Attributes:
-    k: [S, h].
-    v: [S, w].
-    segments: the tokens' segments.
-  """
-
-  k: Float[Array, "S h"]
-  v: Float[Array, "S w"]
-  segments: Int[Array, "S"]
 
 
 def blockwise_attention(
@@ -60,7 +32,7 @@ def blockwise_attention(
   v: Float[Array, "B S K v"],
   q_segments: Int[Array, "B T"],
   kv_segments: Int[Array, "B S"],
-  index: Int[Array, "T"],
+  index: Int[Array | np.ndarray, "T"],
   *,
   scale: float,
   block: int = BLOCK,
@@ -73,7 +45,8 @@ def blockwise_attention(
     v: values of whole rows.
     q_segments: segments of the queries.
     kv_segments: segments of the keys.
-    index: for every query its index in the row; it reads the keys of its segment up to this one.
+    index: for every query its index in the row; it reads the keys of its segment up to this one. Where numpy knows it,
+      short rows are straight code.
     scale: factor on the scores.
     block: the most queries, and the most keys, that meet at a time.
   """
@@ -91,7 +64,8 @@ def blockwise_attention(
   def of_heads(numbers: jax.Array) -> jax.Array:  # [..., T] -> [B · K, T, G]
     return jnp.broadcast_to(numbers[..., None], (batch * kv_heads, numbers.shape[-1], group))
 
-  q_size, kv_size = _block_size(length, block), _block_size(k.shape[1], block)
+  short = isinstance(index, np.ndarray) and k.shape[1] <= SHORT
+  q_size, kv_size = (1, 1) if short else (_block_size(length, block), _block_size(k.shape[1], block))
   queries = Queries(
     _fill(pairs(q.reshape(batch, length, kv_heads, group, dim)), 1, q_size),
     of_heads(of_pairs(q_segments, q_size)),
@@ -99,7 +73,10 @@ def blockwise_attention(
   )
   keys = Keys(_fill(pairs(k), 1, kv_size), _fill(pairs(v), 1, kv_size), of_pairs(kv_segments, kv_size))
 
-  out = _attention(queries, keys, scale, q_size, kv_size)[:, :length]  # [B · K, T, G, v]
+  if short:
+    out = short_attention(queries, keys, scale, query_blocks(index))
+  else:
+    out = _attention(queries, keys, scale, q_size, kv_size)[:, :length]  # [B · K, T, G, v]
   out = jnp.moveaxis(out.reshape(batch, kv_heads, *out.shape[1:]), 1, 2)
   return out.reshape(batch, length, heads, -1)
 
@@ -115,7 +92,8 @@ def blockwise_shard(
   scale: float,
 ) -> Float[Array, "B t H v"]:
   """`blockwise_attention` as one device of a mesh computes it; see `shards.ShardAttention`."""
-  return blockwise_attention(q, k, v, q_segments, kv_segments, jnp.asarray(order)[shard], scale=scale)
+  index = order[shard] if isinstance(shard, int) else jnp.asarray(order)[shard]
+  return blockwise_attention(q, k, v, q_segments, kv_segments, index, scale=scale)
 
 
 def _block_size(length: int, most: int) -> int:
@@ -143,7 +121,7 @@ def _forward(queries: Queries, keys: Keys, scale: float, q_size: int, kv_size: i
   def of_block(keys: Keys, block: Queries) -> tuple[jax.Array, jax.Array]:
     def meet(state: tuple, keys: Keys, first: jax.Array | int) -> tuple:
       largest, total, out = state
-      scores = _scores(block, keys, first, scale)
+      scores = masked_scores(block, keys, first, scale)
 
       # What was summed under an older maximum is scaled down to the new one.
       new_largest = jnp.maximum(largest, jnp.max(scores, axis=-1))
@@ -186,7 +164,7 @@ def _backward(scale: float, q_size: int, kv_size: int, kept: tuple, of_out: jax.
     def meet(state: tuple, keys: Keys, first: jax.Array | int) -> tuple:
       of_q, of_k, of_v = state
       # The weights again, and what their change would do to the output.
-      weights = jnp.exp(_scores(queries, keys, first, scale) - log_sums)
+      weights = jnp.exp(masked_scores(queries, keys, first, scale) - log_sums)
       of_scores = (weights * (dot(of_out, keys.v, inner) - mean) * scale).astype(q.dtype)
 
       # The keys' gradients add to what other blocks of queries give them.
@@ -212,14 +190,6 @@ def _backward(scale: float, q_size: int, kv_size: int, kept: tuple, of_out: jax.
 
 
 _attention.defvjp(_forward, _backward)
-
-
-def _scores(queries: Queries, keys: Keys, first: jax.Array | int, scale: float) -> Float[Array, "N S"]:
-  """Scores of every query with the keys of a block, which begins with the key `first`; fp32."""
-  index = first + jnp.arange(keys.k.shape[0], dtype=jnp.int32)
-  segments, last = queries.segments.reshape(-1, 1), queries.index.reshape(-1, 1)
-  scores = jnp.dot(queries.q.reshape(-1, queries.q.shape[-1]), keys.k.T, preferred_element_type=jnp.float32) * scale
-  return jnp.where((segments == keys.segments) & (last >= index), scores, LOWEST)
 
 
 def _over_queries(

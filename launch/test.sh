@@ -18,7 +18,10 @@ while true; do
   case "${1:-}" in
     --parity) extras+=",parity,swebench" ;;
     --fast) selected=(-m "not slow") ;;
-    --optimized) export XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true" ;;
+    --optimized)
+      export XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true"
+      export JAX_OPTIMIZATION_LEVEL=UNKNOWN # of programs for TPUs: libtpu's own
+      ;;
     *) break ;;
   esac
   shift

@@ -16,11 +16,11 @@ os.environ["XLA_FLAGS"] = processes.xla_flags(os.environ.get("XLA_FLAGS", ""), *
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(tempfile.gettempdir()) / f"sao_jax_tests_{os.getuid()}")
 )
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # the least takes 14 ms, and 3 to be read
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
-from toys import annotation_checks, memory_maps, selection  # noqa: E402
+from toys import annotation_checks, memory_maps, selection, shared_steps  # noqa: E402
 
 hypothesis.settings.register_profile(
   "sao",
@@ -32,6 +32,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("sao")
 
 annotation_checks.install()
+shared_steps.install()
+# Tracing makes objects by the million that stay: with the default of 700 the collector takes a tenth of its time.
+gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

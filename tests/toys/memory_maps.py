@@ -11,6 +11,8 @@ import pathlib
 
 import jax
 
+from toys import shared_steps
+
 RELEASED_BEYOND = 20_000  # maps that are left to programs which later modules may need
 MOST = 40_000  # at the end of a module: its own programs, and none of those before it beyond RELEASED_BEYOND
 MAPS = pathlib.Path("/proc/self/maps")
@@ -40,6 +42,7 @@ def release(module: str, *, beyond: int = RELEASED_BEYOND, most: int = MOST) -> 
   if maps <= beyond:
     return False
   gc.unfreeze()  # what modules have left behind refers to programs, too
+  shared_steps.clear()
   jax.clear_caches()
   gc.collect()
 

@@ -64,14 +64,13 @@ RUNS = {
 
 
 def compile_in_a_process(run: str, topology: str, programs: tuple[str, ...]) -> list[dict]:
-  """Figures of the programs of one of `RUNS`, all compiled in one process of their own, with less optimization.
+  """Figures of the programs of one of `RUNS`, all compiled in one process of their own.
 
   Added are "arrays", all shapes with their operations, and "attention kernels", the name and operation of each that is
   none of experts.
   """
   code = (
-    "import json, jax\n"
-    "jax.config.update('jax_optimization_level', 'O1')\n"  # latent attention: 57 instead of 72 s of CPU time
+    "import json\n"
     "from toys.pod_toy import RUNS, inspected\n"
     f"print(json.dumps([inspected(RUNS[{run!r}], name, {topology!r}) for name in {programs!r}]))\n"
   )

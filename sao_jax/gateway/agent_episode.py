@@ -53,7 +53,7 @@ class AgentEpisode(Environment):
     self._history: History | None = None
     self._chat: ChatSession | None = None
     self._context: list[Int[np.ndarray, "n"]] = []
-    self._messages: list[dict[str, Any]] = []
+    self._answered: tuple[ChatRequest, Answer] | None = None  # the last request that was
     self._segments = self._overridden = self._deviations = 0
 
   async def reset(self, prompt: Prompt) -> Int[np.ndarray, "n"]:
@@ -148,7 +148,8 @@ class AgentEpisode(Environment):
       self._deviations += not continuation.exact
 
     # The account of it.
-    self._context = [token_ids] if new_segment else [*self._context, token_ids]
+    self._context = [] if new_segment else self._context
+    self._context.append(token_ids)
     self._segments += new_segment
     self._overridden += _has_own_sampling(request)
     self._pending = pending
@@ -171,7 +172,7 @@ class AgentEpisode(Environment):
     )
     self._context.append(action_ids)
     self._history.answered(answer)
-    self._messages = [*map(dict, request.messages), _message(answer)]
+    self._answered = request, answer
     self._pending.answer(answer)
 
   async def _reward(self, end: End) -> Any:
@@ -181,9 +182,16 @@ class AgentEpisode(Environment):
     if end.reward is not None:
       return end.reward
     if self._settings.reward:
-      return await self._settings.graders.grade(self.name, self._data, self._messages)
+      return await self._settings.graders.grade(self.name, self._data, self._conversation())
     problem = "the agent has ended without a reward: return it, post it, or name a function in the settings' `reward`"
     raise GraderFailure(self.name, problem)
+
+  def _conversation(self) -> list[dict[str, Any]]:
+    """Returns the messages up to the last answer."""
+    if self._answered is None:
+      return []
+    request, answer = self._answered
+    return [*map(dict, request.messages), _message(answer)]
 
   def _info(self) -> dict[str, float]:
     return {

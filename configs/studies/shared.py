@@ -35,12 +35,13 @@ FIELDS: Fields = {
   "evaluation.prompts": 300,
 }
 GROUP_SIZE = 4
+LEARNING_RATE = 1e-3  # the best of three for each of these methods: see learning_rates
 COMPARED = ("sao", "sao_dis_only", "grpo_dis", "grpo", "vapo", "running_mean_global")
 
 
 def method(name: str, **changes: Any) -> Fields:
   """Returns what a method sets here, with further fields whose dots are written as two underscores."""
-  fields = dict(METHODS[name])
+  fields = dict(METHODS[name]) | {"policy_optimizer.learning_rate": LEARNING_RATE}
   if "rollout.group_size" in fields:
     fields["rollout.group_size"] = GROUP_SIZE
   return fields | {name.replace("__", "."): value for name, value in changes.items()}

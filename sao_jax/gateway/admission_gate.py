@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from sao_jax.gateway.exchange import UNAVAILABLE, RequestRefused
 
@@ -12,8 +12,8 @@ from sao_jax.gateway.exchange import UNAVAILABLE, RequestRefused
 class Gate:
   """Admits requests within one event loop."""
 
-  def __init__(self, most: int):
-    """Admits `most` at a time."""
+  def __init__(self, most: Callable[[], int]):
+    """Admits so many at a time; `most` is asked at each request."""
     self._most, self._tasks = most, set()
     self.closing = False
 
@@ -26,8 +26,8 @@ class Gate:
     """
     if self.closing:
       raise self.stopped()
-    if len(self._tasks) >= self._most:
-      problem = f"{self._most} requests are in flight already; try again."
+    if len(self._tasks) >= (most := self._most()):
+      problem = f"{most} requests are in flight already; try again."
       raise RequestRefused(429, problem, kind="rate_limit_error", code="rate_limit_exceeded")
     task = asyncio.current_task()
     self._tasks.add(task)

@@ -18,6 +18,7 @@ from absl import logging
 
 from sao_jax.chat.call_formats import check_format, find_format
 from sao_jax.chat.conversation import ChatRenderer
+from sao_jax.data.mixed_prompts import MixedPrompts
 from sao_jax.data.tokenizer import Tokenizer
 from sao_jax.environments.base import Demonstration
 from sao_jax.environments.scripted_chat import scripted_chat
@@ -25,6 +26,7 @@ from sao_jax.episode import NotPosed, Prompt, PromptKey, only_looked_at
 from sao_jax.errors import ConfigError
 from sao_jax.gateway.agent_episode import AgentEpisode
 from sao_jax.gateway.harness import CommandHarness, FunctionHarness, HarnessLoop, RunningHarness, check_command
+from sao_jax.gateway.listening import listen
 from sao_jax.gateway.server import GatewayServer
 from sao_jax.gateway.session_book import SessionBook
 from sao_jax.gateway.sessions import Session
@@ -64,7 +66,7 @@ class Agent(Reopened):
   grader_timeout: float = 10.0  # seconds for one reward
   demonstrations: str = ""  # "module:function" of (data, rng), which returns (messages, tools, reward), for SFT
   host: str = "127.0.0.1"  # where agents reach the gateway
-  port: int = 0  # 0: a free one
+  port: int = 0  # of each process's own host; 0: a free one
 
   def __post_init__(self):
     check_format(self.call_format, "environment.call_format")
@@ -123,8 +125,12 @@ class Agent(Reopened):
     return AgentEpisode(self, self._renderer)
 
   def prompts(self, tokenizer: Tokenizer, split: str, seed: int) -> Sequence[Prompt]:
+    source = self.tasks.prompts(tokenizer, split, seed)
+    if isinstance(source, MixedPrompts):  # tasks of several names, with equal ids and weights
+      remedy = "Make an Agent of each of its environments, with a name of its own, and these the parts of a Mixture."
+      raise ConfigError("environment.tasks", "The tasks of a mixture are those of several environments.", remedy)
     _ = self.gateway  # one that cannot be started is refused before work starts
-    return _Tasks(self.tasks.prompts(tokenizer, split, seed), self.name)
+    return _Tasks(source, self.name)
 
   @property
   def demonstration(self) -> Callable[[Prompt, Tokenizer, np.random.Generator], Demonstration]:
@@ -177,7 +183,10 @@ class AgentGateway:
     """
     self.key = os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24)
     self.book = SessionBook(self.key)
-    self._server = GatewayServer(self.book, host=host, port=port, endpoints=self.book.endpoints()).start()
+    listener = listen(host, port, keyed=True, owner="environment.")
+    self._server = GatewayServer(
+      self.book, listener=listener, endpoints=self.book.endpoints(), further_requests=self.book.room
+    ).start()
     self.url = self.book.url = self._server.root
 
   def close(self) -> None:

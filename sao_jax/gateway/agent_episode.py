@@ -39,7 +39,8 @@ class AgentEpisode(Environment):
 
   Whatever goes wrong on its side is a failure with a type, never a reward of 0: a harness that raises, one that is
   silent for `think_timeout` seconds, an end without a reward. An episode that was cut is no failure: its agent is told
-  by an error of OpenAI's API, may still end with a reward for what it has, and earns 0 otherwise.
+  by an error of OpenAI's API, may still end with a reward for what it has, and earns 0 if it ends without one. But a
+  harness that has not ended after `grace_seconds` is a failure.
   """
 
   def __init__(self, settings: Agent, renderer: ChatRenderer):
@@ -87,7 +88,11 @@ class AgentEpisode(Environment):
     try:
       with waiting():
         end = await self._session.ended(self._settings.grace_seconds)
-    except TimeoutError:
+    except TimeoutError as error:
+      # One of ours is at work still, maybe on its reward. Of others nobody knows: a later reward of theirs is refused.
+      if self._harness is not None:
+        problem = f"it has not ended {self._settings.grace_seconds:g} s (grace_seconds) after its episode was cut"
+        raise HarnessFailure(self.name, f"the harness is at work still: {problem}") from error
       end = End()
 
     # Agents may fail because they were cut, and that is no reason to forget the episode; a lost sandbox or judge is.
@@ -198,6 +203,7 @@ class AgentEpisode(Environment):
       "requests": float(self._session.requests),
       "segments": float(self._segments),
       "unread_answers": float(self._session.unread),
+      "repeated_requests": float(self._session.repeated),
       "overridden_requests": float(self._overridden),
       "template_deviations": float(self._deviations),
     }

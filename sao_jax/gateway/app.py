@@ -127,7 +127,7 @@ async def _sample(
   backend = backends.find(connection.key)
   body = await _read(connection, limits)
   read, delivery = read_chat(body) if chat else read_completion(body)
-  requests = [read] if chat else read
+  requests = [dataclasses.replace(read, retried=connection.retried)] if chat else read
 
   # What only this backend can tell.
   _check_model(backend, requests[0].model)

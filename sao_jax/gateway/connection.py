@@ -38,6 +38,12 @@ class Connection:
     scheme, _, key = self.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
+  @property
+  def retried(self) -> bool:
+    """True when the client says, as OpenAI's do, that it has sent this request before."""
+    count = self.headers.get("x-stainless-retry-count", "0")
+    return count.isdecimal() and int(count) > 0
+
   async def body(self, most_bytes: int, seconds: float) -> bytes:
     """Reads the body.
 

@@ -76,11 +76,13 @@ class ChatRequest(SamplingRequest):
       `arguments` of an assistant's tool calls are objects, as chat templates read them.
     tools: OpenAI's tools, None without any; with `tool_choice` "none" they are left out.
     must_call: `tool_choice` forces a call. A backend that cannot force one refuses it, or leaves it to the policy.
+    retried: the client says that it has sent the same before, and got no answer.
   """
 
   messages: tuple[Mapping[str, Any], ...]
   tools: tuple[Mapping[str, Any], ...] | None = None
   must_call: bool = False
+  retried: bool = dataclasses.field(default=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

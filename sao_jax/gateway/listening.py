@@ -10,8 +10,8 @@ from absl import logging
 from sao_jax.errors import ConfigError
 
 
-def listen(host: str, port: int, *, keyed: bool) -> socket.socket:
-  """Returns a socket that listens, port 0 for a free one.
+def listen(host: str, port: int, *, keyed: bool, owner: str = "") -> socket.socket:
+  """Returns a socket that listens, port 0 for a free one; `owner` stands before the names of fields in errors.
 
   Raises:
     ConfigError: the address is not free or not of this machine, others could come in and are not `keyed`, or the
@@ -24,14 +24,15 @@ def listen(host: str, port: int, *, keyed: bool) -> socket.socket:
     raise ConfigError("gateway", f"A package is not installed ({error}).", "Run: pip install -e '.[serve]'") from error
   if not _is_loopback(host):
     if not keyed:
-      raise ConfigError("host", f"{host} can be reached from other machines.", "Set a key, or listen on 127.0.0.1.")
+      remedy = "Set a key, or listen on 127.0.0.1."
+      raise ConfigError(f"{owner}host", f"{host} can be reached from other machines.", remedy)
     logging.warning("other machines reach this server at %s, and what they send is not encrypted", host)
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
   try:
     return socket.create_server((host, port), family=family, backlog=2048)
   except (OSError, OverflowError) as error:
     problem = f"cannot listen on {host}, port {port}: {error}."
-    raise ConfigError("port", problem, "Take another port, or 0 for a free one.") from error
+    raise ConfigError(f"{owner}port", problem, "Take another port, or 0 for a free one.") from error
 
 
 def _is_loopback(host: str) -> bool:

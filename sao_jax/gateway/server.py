@@ -36,6 +36,7 @@ class GatewayServer:
     endpoints: Sequence[Endpoint] = (),
     health: Callable[[], Mapping[str, Any]] = dict,
     limits: Limits = DEFAULT_LIMITS,
+    further_requests: Callable[[], int] = lambda: 0,
     grace: float = 5.0,
   ):
     """Takes the address, so that clients may connect from now on; they are answered after `start`.
@@ -48,6 +49,7 @@ class GatewayServer:
       endpoints: further routes.
       health: facts for `/health`; called in the server's event loop.
       limits: bounds of a request.
+      further_requests: how many are admitted at a time beyond those of `limits`, as for sessions that are open.
       grace: seconds that requests in flight get to end when the server stops.
 
     Raises:
@@ -58,7 +60,7 @@ class GatewayServer:
     import uvicorn
 
     # The application, and a server that leaves signals and logs to the program around it.
-    self._gate, self._grace = Gate(limits.requests), grace
+    self._gate, self._grace = Gate(lambda: limits.requests + further_requests()), grace
     app = make_app(backends, self._gate, limits, endpoints=endpoints, health=health)
     settings = uvicorn.Config(
       app,

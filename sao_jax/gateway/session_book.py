@@ -22,6 +22,7 @@ from sao_jax.rewards.scalar import check_reward
 
 REMEMBERED = 4096  # closed sessions whose keys are still told apart from unknown ones
 POLL = 0.05  # seconds between two looks for an episode to claim
+REQUESTS_EACH = 4  # at a time, of one session: an agent that asks beside itself
 LONGEST_WAIT = 300.0  # seconds that a claim may wait
 
 
@@ -62,6 +63,10 @@ class SessionBook:
       if len(self._closed) > REMEMBERED:
         oldest = self._closed.popleft()
         del self._by_id[oldest.id], self._by_key[oldest.key]
+
+  def room(self) -> int:
+    """Returns how many requests at a time the sessions that are open may need."""
+    return REQUESTS_EACH * (len(self._by_id) - len(self._closed))
 
   def find(self, key: str) -> Backend:
     """Returns the session of a key, see `Backends.find`."""

@@ -4,7 +4,8 @@ The HTTP side lives in the server's event loop, the episode in that of the rollo
 besides: a `Session` may be used from all of them. Requests are answered one after the other, in the order in which they
 came. One whose client has gone away before anybody took it up is forgotten. Once taken up it is sampled to its end, and
 its answer is kept: a client that comes back with the very same request, as OpenAI's does after a lost connection, gets
-that answer, and nothing is sampled twice.
+that answer, and nothing is sampled twice. If the answer was written already, nobody here can tell if it has arrived:
+OpenAI's clients say that they try again, and get it again; the same request of others is a new one, and counted.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class Session:
     models: the one name of the policy.
     requests: how many requests were taken up.
     unread: how many of them lost their client, which did not come back.
+    repeated: how many were the same as the last one or as one that waited, and were sampled all the same.
   """
 
   max_choices, gives_logprobs = 1, False
@@ -112,7 +114,7 @@ class Session:
   def __init__(self, data: Mapping[str, Any], *, environment: str = "agent", model: str = "policy"):
     self.id, self.key, self.reward_key = (secrets.token_urlsafe(size) for size in (12, 24, 24))
     self.data, self.environment, self.models = data, environment, (model,)
-    self.requests = self.unread = 0
+    self.requests = self.unread = self.repeated = 0
     self._lock = threading.Lock()
     self._waiting: collections.deque[Pending] = collections.deque()  # not taken up yet
     self._turn: Pending | None = None  # taken up last
@@ -226,10 +228,11 @@ class Session:
     with self._lock:
       if self._refusal is not None:
         raise self._refusal.anew()
-      lost = self._turn
-      if lost is not None and lost.unread and lost.request == request:  # its client has come back
-        lost.readers += 1
-        return lost
+      same = [turn for turn in (self._turn, *self._waiting) if turn is not None and turn.request == request]
+      if same and (same[0].unread or request.retried):  # its client has come back
+        same[0].readers += 1
+        return same[0]
+      self.repeated += bool(same)
       self._waiting.append(turn := Pending(request))
       self._wake()
       return turn

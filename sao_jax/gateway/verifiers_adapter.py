@@ -147,7 +147,7 @@ class VerifiersGateway:
   def __init__(self):
     """Starts the server on this machine alone."""
     self.book = SessionBook(admin_key="")
-    self._server = GatewayServer(ModelRouter(self.book)).start()
+    self._server = GatewayServer(ModelRouter(self.book), further_requests=self.book.room).start()
     self.url = self.book.url = self._server.root
 
   def close(self) -> None:

@@ -17,8 +17,10 @@ from toys import agent_toy, training_toy
 from toys.agent_toy import LIMITS, TOKENIZER, Speaker, Tasks, ask, assistant, count, episode, texts_of, user
 
 from sao_jax.data.tokenizer import ByteTokenizer
+from sao_jax.environments.calculator import Calculator
 from sao_jax.environments.mixture import Mixture, Part
 from sao_jax.episode import GraderFailure, PromptKey, Status
+from sao_jax.errors import ConfigError
 from sao_jax.evaluation.fixed_policy import check_prompts
 from sao_jax.gateway.agent import Agent
 from sao_jax.gateway.agent_episode import AgentSilent
@@ -146,6 +148,19 @@ def test_a_lost_connection_costs_no_second_sample(play):
   assert len(speaker.requests) == 1 and trajectory.reward == 1.0 and trajectory.info["unread_answers"] == 0.0
 
 
+def test_an_answer_that_was_lost_on_its_way_is_the_one_that_is_trained_on(play):
+  def harness(task):
+    with agent_toy.losing_answers(task.base_url, lost=1) as url:
+      task = dataclasses.replace(task, base_url=url)
+      said = ask(task, user("one"), retries=2)
+      return float(ask(task, user("one"), assistant(said), user("two")) == "b")
+
+  trajectory = play(harness, Speaker("a", "b", "c"))
+  assert texts_of(trajectory) == [f"{BEGIN}one{END}a<|end|><|user|>two{END}b<|end|>"]
+  assert trajectory.reward == 1.0
+  assert (trajectory.info["requests"], trajectory.info["repeated_requests"]) == (2.0, 0.0)
+
+
 def test_a_client_that_gives_up_and_asks_for_something_else_goes_on(play):
   def harness(task):
     with pytest.raises(openai.APITimeoutError):
@@ -197,6 +212,18 @@ def test_an_agent_that_fails_because_it_was_cut_has_earned_nothing(play):
   limits = dataclasses.replace(LIMITS, max_turns=1)
   trajectory = play(agent_toy.count, limits=limits)
   assert (trajectory.status, trajectory.reward) == (Status.TRUNCATED_TURNS, 0.0)
+
+
+def test_a_harness_that_judges_for_too_long_after_a_cut_is_a_failure_and_no_zero(play):
+  def harness(task):
+    with pytest.raises(openai.BadRequestError):
+      ask(task, user("one"))
+    time.sleep(0.5)
+    return 1.0
+
+  with pytest.raises(HarnessFailure, match=r"at work still: .*0\.1 s \(grace_seconds\)"):
+    agent = dataclasses.replace(PLAYED, grace_seconds=0.1)
+    play(harness, Speaker("a long answer"), agent, limits=dataclasses.replace(LIMITS, max_tokens_per_turn=2))
 
 
 def test_a_judge_that_fails_after_a_cut_is_a_failure_and_no_zero(play):
@@ -312,6 +339,15 @@ def test_an_agent_that_runs_by_itself_claims_an_episode_and_rewards_it(monkeypat
 
   trajectory = asyncio.run(both())
   assert trajectory.reward == 0.75 and texts_of(trajectory) == [f"{BEGIN}one{END}yes<|end|>"]
+
+
+def test_settings_that_cannot_work_are_refused_by_name():
+  mixed = Mixture((Part(Calculator(name="sums")), Part(Calculator(name="products"))))
+  with pytest.raises(ConfigError, match="(?s)environment.tasks: .*several environments.*Make an Agent of each"):
+    Agent("toys.agent_toy:count", mixed).prompts(TOKENIZER, "train", 0)
+  port = PLAYED.gateway._server._port
+  with pytest.raises(ConfigError, match="environment.port: cannot listen"):
+    Agent(None, Tasks(), port=port).prompts(TOKENIZER, "train", 0)
 
 
 def test_strangers_and_neighbours_are_kept_out():

@@ -33,6 +33,7 @@ from sao_jax.gateway.app import Limits
 from sao_jax.gateway.client_keys import OneKey, make_key
 from sao_jax.gateway.exchange import Endpoint, RequestRefused
 from sao_jax.gateway.server import GatewayServer
+from sao_jax.gateway.session_book import SessionBook
 
 CHAT = "/v1/chat/completions"
 
@@ -194,6 +195,24 @@ def test_there_are_not_too_many_requests_at_a_time():
     for thread in waiting:
       thread.join()
     assert post(server, CHAT, chat_body())[0] == 200
+
+
+def test_sessions_that_are_open_have_room_of_their_own():
+  book, answers = SessionBook("admin"), []
+  sessions = [book.open({}, environment="agent", model="toy") for _ in range(2)]
+  with GatewayServer(book, limits=Limits(requests=0), further_requests=book.room) as server:
+    ask = lambda session: answers.append(post(server, CHAT, chat_body(), key=session.key))
+    waiting = [threading.Thread(target=ask, args=(session,)) for session in sessions * 4]
+    for thread in waiting:
+      thread.start()
+    wait_until(lambda: len(server._gate._tasks) == 8)
+    ask(sessions[0])
+    assert code_of(answers.pop()) == (429, "rate_limit_exceeded")
+    for session in sessions:
+      book.close(session, "it is over")
+    for thread in waiting:
+      thread.join()
+  assert {code_of(answer) for answer in answers} == {(401, "session_closed")} and book.room() == 0
 
 
 def test_a_server_that_stops_gives_requests_their_time_and_then_ends_them():

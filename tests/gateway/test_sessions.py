@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import threading
 import weakref
@@ -85,6 +86,34 @@ def test_a_client_that_comes_back_gets_the_one_answer(early):  # before it was s
     assert (session.requests, session.unread) == (2, 0)
 
   asyncio.run(play())
+
+
+def test_a_client_that_tries_again_gets_the_answer_that_was_written_to_nobody():
+  async def play():
+    session, again = Session({}), again_of("a")
+    first = asyncio.ensure_future(session.chat(request("a")))
+    pending = await session.next(LONG)
+    early = asyncio.ensure_future(session.chat(again))  # before it is known here that the first client has gone
+    await settle()
+    pending.answer(answer("A"))
+    assert {(await turn).content for turn in (first, early, asyncio.ensure_future(session.chat(again)))} == {"A"}
+    assert (session.requests, session.repeated) == (1, 0)
+
+    # Also one that was not taken up yet.
+    first, again = (asyncio.ensure_future(session.chat(turn)) for turn in (request("b"), again_of("b")))
+    (await session.next(LONG)).answer(answer("B"))
+    assert (await first).content == (await again).content == "B" and session.requests == 2
+
+    # Whoever does not say so has asked twice.
+    anew = asyncio.ensure_future(session.chat(request("b")))
+    (await session.next(LONG)).answer(answer("C"))
+    assert (await anew).content == "C" and (session.requests, session.repeated) == (3, 1)
+
+  asyncio.run(play())
+
+
+def again_of(text):
+  return dataclasses.replace(request(text), retried=True)
 
 
 def test_an_answer_that_nobody_came_back_for_is_counted():

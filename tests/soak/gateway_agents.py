@@ -36,12 +36,13 @@ class Line:
       self._writer.close()
     self._reader = self._writer = None
 
-  async def send(self, path: str, key: str, body: dict) -> None:
-    """Sends a request, over a new connection where there is none."""
+  async def send(self, path: str, key: str, body: dict, retries: int = 0) -> None:
+    """Sends a request, over a new connection where there is none; `retries` before it, as clients of OpenAI say."""
     if self._writer is None:
       self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+    head += f"x-stainless-retry-count: {retries}\r\n"
     self._writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     await self._writer.drain()
 
@@ -51,8 +52,8 @@ class Line:
     length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
     return int(head.split()[1]), json.loads(await self._reader.readexactly(length))
 
-  async def ask(self, path: str, key: str, body: dict) -> tuple[int, dict]:
-    await self.send(path, key, body)
+  async def ask(self, path: str, key: str, body: dict, retries: int = 0) -> tuple[int, dict]:
+    await self.send(path, key, body, retries)
     return await self.receive()
 
 
@@ -61,13 +62,14 @@ async def play(task: dict, line: Line, options: argparse.Namespace, rng: random.
   messages = [{"role": "user", "content": f"task {task['data']['number']}"}]
   for turn in range(options.turns):
     await asyncio.sleep(rng.lognormvariate(math.log(options.delay), options.sigma) if options.delay else 0)
-    request = "/v1/chat/completions", task["key"], {"model": task["model"], "messages": messages}
+    retries, request = 0, ("/v1/chat/completions", task["key"], {"model": task["model"], "messages": messages})
     if rng.random() < options.dropped:
       await line.send(*request)  # and the connection breaks, before the answer or just after it
       await asyncio.sleep(rng.choice([0, options.delay]))
       line.drop()
       done["dropped"] += 1
-    status, answer = await line.ask(*request)
+      retries = 1
+    status, answer = await line.ask(*request, retries)
     done["requests"] += 1
     if status != 200:  # the episode is over, for a reason that its outcome names
       done[answer["error"]["code"]] += 1

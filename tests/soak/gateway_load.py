@@ -142,7 +142,7 @@ def make_config(episodes: int, turns: int, think_timeout: float) -> RunConfig:
       "window_buckets": (context // 4, context) if turns > 8 else (context,),
     },
     rollout={
-      "max_turns": 2 * turns + 1,  # an answer that a broken connection lost is sampled again
+      "max_turns": turns + 1,
       "max_tokens": context,
       "max_tokens_per_turn": 32,
       "environment_timeout": 600.0,
@@ -285,6 +285,7 @@ def run(options: argparse.Namespace) -> dict:
   assert set(kinds) <= {"AgentSilent"} and bool(kinds) <= bool(options.killed), kinds
   assert not left, f"{left} sessions are held"
   short = [t for t in trajectories if t.reward != 1.0]
+  assert all(trajectory.info["requests"] <= options.turns for trajectory in trajectories), "one was sampled twice"
   assert not short or options.sampler != "fake", "an episode was cut"
   requests = sum(trajectory.info["requests"] for trajectory in trajectories)
   return facts | {

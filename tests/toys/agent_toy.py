@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import http.server
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -47,6 +52,37 @@ def ask(task: AgentTask, *messages: dict, retries: int = 0, **options) -> str:
   client = openai.OpenAI(base_url=task.base_url, api_key=task.key, max_retries=retries)
   answer = client.chat.completions.create(model=task.model, messages=messages, **options)
   return answer.choices[0].message.content
+
+
+@contextlib.contextmanager
+def losing_answers(base_url: str, lost: int) -> Iterator[str]:
+  """A proxy that breaks so many connections once it has the whole answer; yields its base URL."""
+  left = [lost]
+
+  class Proxy(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+      body = self.rfile.read(int(self.headers["content-length"]))
+      headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
+      request = urllib.request.Request(f"http://{host}{self.path}", body, headers, method="POST")
+      with urllib.request.urlopen(request) as response:
+        said = response.read()
+      if left[0]:
+        left[0] -= 1
+        return
+      self.send_response(200)
+      self.send_header("Content-Type", "application/json")
+      self.send_header("Content-Length", str(len(said)))
+      self.end_headers()
+      self.wfile.write(said)
+
+    def log_message(self, *words):
+      pass
+
+  host = urllib.parse.urlsplit(base_url).netloc
+  with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
 
 
 def count(task: AgentTask) -> float:

@@ -14,5 +14,6 @@ def get_study() -> Study:
     config=CONFIG,
     variants={name: method(name) for name in COMPARED},
     fields=FIELDS,
+    pictures=("response_length_mean", "entropy"),
     measures=("response_length_mean:change", "turns_mean:change", "entropy", "heldout_success"),
   )

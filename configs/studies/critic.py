@@ -14,6 +14,7 @@ def get_study() -> Study:
     config=CONFIG,
     variants={name: method(name) for name in ("sao", "sao_k1", "sao_k4", "sao_full_critic", "sao_dis_only")},
     fields=FIELDS,
+    pictures=("explained_variance", "critic_grad_norm", "reward_mean"),
     measures=(
       *("explained_variance:median", "explained_variance:change", "heldout_success", "reward_mean:mean"),
       *("critic_grad_norm:mean", "critic_grad_norm:max", "critic_grad_norm:spikes"),

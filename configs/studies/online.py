@@ -31,5 +31,6 @@ def get_study() -> Study:
       "training.keep_checkpoints": 1,
       "training.checkpoint_every": 10_000,
     },
+    pictures=("info_success/online_styles",),
     measures=("info_success/online_styles:recovery", "info_success/online_styles:mean", "heldout_success"),
   )

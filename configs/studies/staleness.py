@@ -20,6 +20,7 @@ def get_study() -> Study:
       "mask": method("sao", rollout__staleness="mask", **old),
     },
     fields=FIELDS,
+    pictures=("reward_mean", "used_over_generated_latency"),
     measures=(
       *("used_over_generated_latency:mean", "response_length_mean:mean", "num_trained_tokens:mean"),
       *("heldout_success", "reward_mean:mean", "lag_mean:mean"),

@@ -29,6 +29,7 @@ def get_study() -> Study:
     config=CONFIG,
     variants=bands | {"sao_lag16": base} | {name: {**base, "rollout.max_staleness": tau} for name, tau in TAUS.items()},
     fields=FIELDS,
+    pictures=("reward_mean", "rejected_low+rejected_high"),
     measures=(
       *("rejected_low+rejected_high:mean", "heldout_success", "reward_mean:mean", "reward_mean:worst_dip"),
       *("policy_grad_norm:spikes", "lag_mean:mean"),

@@ -13,7 +13,7 @@ from sao_jax.report.curves import smooth
 from sao_jax.study.series import Series
 
 TAIL = 0.1  # of the updates: the begin and the end of a run
-WINDOW = 0.05  # of the points of a curve, over which dips are averaged
+WINDOW = 0.1  # of the points of a curve, over which dips are averaged
 RECENT = 5  # steps over which recovery is averaged
 RECOVERED = 0.9  # of the level before a switch
 

@@ -45,6 +45,7 @@ class Study:
     start: phases that the variants of a seed share, so that they begin with the same networks.
     cold: variants whose critic begins as a copy of the policy, without the value pretraining of their start.
     baseline: the variant that the others are compared with; the first one if it is "".
+    pictures: metrics that are drawn.
     measures: what the table compares, see `sao_jax.study.measures`; the first one is what the question asks for.
   """
 
@@ -58,6 +59,7 @@ class Study:
   cold: tuple[str, ...] = ()
   baseline: str = ""
   measures: tuple[str, ...] = ("heldout_success",)
+  pictures: tuple[str, ...] = ("heldout_success", "reward_mean")
 
   def __post_init__(self):
     named = [self.name, *self.variants]

@@ -58,17 +58,20 @@ class RunLine:
     return Series(x, y)
 
 
-def line_of(workdir: str | os.PathLike, record: Mapping[str, Any], measures: Sequence[str]) -> RunLine:
+def line_of(
+  workdir: str | os.PathLike, record: Mapping[str, Any], measures: Sequence[str], drawn: Sequence[str] = ()
+) -> RunLine:
   """Reads the folder of a run that is done.
 
   Args:
     workdir: of the run.
     record: its record.
     measures: of the study.
+    drawn: metrics whose curves are kept beside those of `CURVES` and of the measures.
   """
   lines = list(metric_lines(pathlib.Path(workdir), "train"))
   pairs = list(placed(lines))
-  metrics = dict.fromkeys([*CURVES, *(split_measure(name)[0] for name in measures)])
+  metrics = dict.fromkeys([*CURVES, *(split_measure(name)[0] for name in measures), *drawn])
 
   # Curves of the steps in as many windows as are kept; evaluations are few, and all of them are.
   steps = [pair for pair in pairs if "step_seconds" in pair[1]]

@@ -11,7 +11,6 @@ from sao_jax.errors import ConfigError
 from sao_jax.report.metrics import to_json
 from sao_jax.study.bootstrap import Interval, difference_interval, mean_interval
 from sao_jax.study.costs import Costs
-from sao_jax.study.measures import split_measure
 from sao_jax.study.overlay import write_pictures
 from sao_jax.study.plan import Study
 from sao_jax.study.run_lines import RunLine, line_of, read_lines, write_lines
@@ -25,7 +24,7 @@ UNKNOWN = Interval(*[float("nan")] * 3)
 def write_study_report(
   study: Study, output: pathlib.Path, folder: pathlib.Path | None = None, *, axis: Axis = "steps"
 ) -> pathlib.Path:
-  """Writes `runs.jsonl`, `table.json`, `table.md` and a picture of each measure's metric; returns the Markdown file.
+  """Writes `runs.jsonl`, `table.json`, `table.md` and the study's pictures; returns the Markdown file.
 
   Runs that are not done are left out, and the table says how many. Runs that the folder has from before, made with the
   fields of today, stay in it, even where their own folders are gone.
@@ -50,8 +49,8 @@ def write_study_report(
   result = table(study, lines)
   (folder / TABLE).write_text(json.dumps(to_json(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
   groups = {variant: [line for line in lines if line.variant == variant] for variant in study.variants}
-  metrics = dict.fromkeys(split_measure(name)[0] for name in ("reward_mean", *study.measures))
-  pictures = write_pictures(groups, lambda line, name: line.series(name, axis), folder, metrics=[*metrics], axis=axis)
+  read = lambda line, metric: line.series(metric, axis)
+  pictures = write_pictures(groups, read, folder, metrics=study.pictures, axis=axis)
   (folder / PAGE).write_text(_markdown(result, [path.name for path in pictures]), encoding="utf-8")
   return folder / PAGE
 
@@ -63,7 +62,7 @@ def _done(study: Study, output: pathlib.Path, before: Sequence[RunLine]) -> list
   for run in study.runs:
     record, old = read_record(output / run.folder), known.get(run)
     if record is not None:
-      lines.append(line_of(output / run.folder, record, study.measures))
+      lines.append(line_of(output / run.folder, record, study.measures, study.pictures))
     elif old is not None and old.fields == to_json(dict(study.fields) | dict(study.variants[run.variant])):
       lines.append(old)
   return lines

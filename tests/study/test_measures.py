@@ -39,8 +39,8 @@ def test_summaries_are_those_of_plain_loops():
   assert measured("loss:begin", found) == pytest.approx(first)
   assert measured("loss:change", found) == pytest.approx(last - first)
 
-  # A dip is one of means over 15 steps, fewer at the ends.
-  smoothed = [np.mean(values[max(0, at - 7) : at + 8]) for at in range(300)]
+  # A dip is one of means over 31 steps, fewer at the ends.
+  smoothed = [np.mean(values[max(0, at - 15) : at + 16]) for at in range(300)]
   deepest = max(smoothed[at] - smoothed[later] for at in range(300) for later in range(at, 300))
   assert measured("loss:worst_dip", found) == pytest.approx(deepest)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import logging as python_logging
 import os
 import pathlib
 import re
@@ -38,6 +37,7 @@ from sao_jax.errors import EXIT_BAD_INPUT, EXIT_FAILURE, ConfigError, ProcessFai
 from sao_jax.huggingface.pretrained import with_folder_shape
 from sao_jax.interrupt import Interrupted
 from sao_jax.parallel.process import Joining
+from sao_jax.report.shown_log import only_what_matters
 
 flags.disclaim_key_flags()  # --help of a launcher shows these flags as its own
 
@@ -46,7 +46,6 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 _OVERRIDE = re.compile(r"--?(?P<no>no)?config\.(?P<path>.+)")
 _UNKNOWN_ARGUMENT = re.compile(r"(?P<section>\w+)\.__init__\(\) got an unexpected keyword argument '(?P<name>\w+)'")
-_LIBRARY = re.compile(r"[/\\](orbax|gcsfs|fsspec|grain|jax|tensorflow_datasets|etils|matplotlib)[/\\]")
 _HELP = {"--help", "-help", "-h", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull"}
 
 
@@ -424,20 +423,7 @@ def set_up_logging() -> None:
   """The log tells what this project does; of the libraries below it, what went wrong."""
   if flags.FLAGS["verbosity"].using_default_value:
     logging.set_verbosity(logging.INFO)
-  logging.get_absl_handler().addFilter(_is_told)
-
-
-def _is_told(record: python_logging.LogRecord) -> bool:
-  """A filter of log records; of what went wrong within a library it keeps the message without the traceback.
-
-  A checkpoint on a full disk fails in many of Orbax's tasks at once: their tracebacks are thousands of lines, between
-  which nobody finds ours.
-  """
-  if _LIBRARY.search(record.pathname):
-    if record.levelno < python_logging.WARNING:
-      return False
-    record.exc_info = record.exc_text = record.stack_info = None
-  return record.name != "asyncio" or not _LIBRARY.search(record.getMessage())
+  only_what_matters()
 
 
 def refuse(error: ConfigError, *, joins: bool = False) -> None:

@@ -336,24 +336,6 @@ def test_any_other_error_keeps_its_traceback(capsys):
   assert capsys.readouterr().err == ""
 
 
-def test_the_log_keeps_what_libraries_complain_of_but_not_their_tracebacks():
-  def told(path, level, name="absl", message="problem"):
-    record = logging.LogRecord(name, level, path, 1, message, (), (OSError, OSError("full"), None))
-    return _flags._is_told(record) and (record.exc_info is not None)
-
-  orbax, gcsfs = "/packages/orbax/checkpoint/future.py", "/packages/gcsfs/caching.py"
-  assert not _flags._is_told(logging.LogRecord("gcsfs", logging.INFO, gcsfs, 1, "a cache", (), None))
-  assert told(orbax, logging.ERROR) is False and told("/sao_jax/training/loop.py", logging.ERROR) is True
-  record = logging.LogRecord("absl", logging.ERROR, orbax, 1, "not written", (), None)
-  assert _flags._is_told(record)
-  assert not _flags._is_told(logging.LogRecord("absl", logging.INFO, orbax, 1, "saving", (), None))
-  assert not _flags._is_told(logging.LogRecord("x", logging.INFO, "/packages/matplotlib/category.py", 1, "", (), None))
-  lost = f"Task exception was never retrieved, defined at {orbax}"
-  assert not _flags._is_told(
-    logging.LogRecord("asyncio", logging.ERROR, "/lib/asyncio/base_events.py", 1, lost, (), None)
-  )
-
-
 def test_help_needs_no_config(tmp_path):
   done = launch(tmp_path, "-h")
   assert done.returncode == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,6 +29,7 @@ __all__ = [
   "GraderFailure",
   "InfrastructureFailure",
   "Prompt",
+  "StatedSpec",
   "StepResult",
   "check_step_result",
   "check_token_ids",
@@ -155,6 +156,15 @@ class DemonstratingSpec(EnvironmentSpec, Protocol):
 
   def demonstration(self, prompt: Prompt, tokenizer: Tokenizer, rng: np.random.Generator) -> Demonstration:
     """Plays one imperfect expert episode on the prompt."""
+    ...
+
+
+@runtime_checkable
+class StatedSpec(EnvironmentSpec, Protocol):
+  """The settings of an environment that knows the state of its task, which nobody but `launch.oracle` needs."""
+
+  def states(self, token_ids: Int[np.ndarray, "T"], action_mask: Bool[np.ndarray, "T"]) -> list[Hashable]:
+    """Tells the state before every sampled token of an episode; the first one is all that the prompt says."""
     ...
 
 

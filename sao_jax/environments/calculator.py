@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from sao_jax.data.prompts import check_split, split_of
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.environments import arithmetic
 from sao_jax.environments.base import Demonstration, Environment, StepResult
+from sao_jax.environments.token_turns import turns_of
 from sao_jax.episode import Prompt, PromptKey
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.exact_match import integer_match
@@ -73,6 +74,10 @@ class Calculator:
   def demonstration(self, prompt: Prompt, tokenizer: ByteTokenizer, rng: np.random.Generator) -> Demonstration:
     """Plays the expert, whose every step goes wrong with probability `demonstration_noise`."""
     return demonstrate(self.make(tokenizer), prompt, rng, self.demonstration_noise)
+
+  def states(self, token_ids: Int[np.ndarray, "T"], action_mask: Bool[np.ndarray, "T"]) -> list[Hashable]:
+    """Tells the task's state before every sampled token of an episode: see `states_of`."""
+    return states_of(self.tokenizer(), token_ids, action_mask)
 
 
 class TrainingPrompts(Sequence[Prompt]):
@@ -261,3 +266,36 @@ def change_digit(number: str, rng: np.random.Generator) -> str:
   place = int(rng.choice(places))
   other = (int(number[place]) + int(rng.integers(1, 10))) % 10
   return f"{number[:place]}{other}{number[place + 1 :]}"
+
+
+def states_of(
+  tokenizer: ByteTokenizer, token_ids: Int[np.ndarray, "T"], action_mask: Bool[np.ndarray, "T"]
+) -> list[Hashable]:
+  """Follows an episode by its tokens; returns the state before each sampled token.
+
+  A state is (right calls, other calls, tokens of this turn, kind of its first token, is the rest right so far). Right
+  is the call that the expert would make, and the solution.
+  """
+  states, right, wrong, solution = [], 0, 0, None
+  for shown, action in turns_of(token_ids, action_mask):
+    if solution is None:
+      question = tokenizer.decode_bytes(shown[2:-2])  # between its turn markers
+      operands, operators = arithmetic.parse_question(question)
+      solution = str(arithmetic.solve(question))
+    index = arithmetic.next_operation(operators) if operators else 0
+    call = f"{operands[index]}{operators[index]}{operands[index + 1]}" if operators else None
+
+    # An action says its kind first, and then a text that begins as the right one or does not.
+    expected = {tokenizer.tool_call_id: call, tokenizer.answer_id: solution}
+    for place in range(len(action)):
+      kind, text = (int(action[0]), tokenizer.decode_bytes(action[1:place])) if place else (None, "")
+      wanted = expected.get(kind)
+      states.append((right, wrong, place, kind, text is not None and wanted is not None and wanted.startswith(text)))
+
+    # A right call leaves a shorter question.
+    if call is not None and tokenizer.decode(action) == f"<|tool_call|>{call}<|end|>":
+      operands, operators = arithmetic.reduce(operands, operators, index, arithmetic.evaluate_call(call))
+      right += 1
+    else:
+      wrong += 1
+  return states

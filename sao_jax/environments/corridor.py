@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -36,6 +36,7 @@ from jaxtyping import Bool, Int
 from sao_jax.data.prompts import check_split, split_of
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.environments.base import Demonstration, Environment, StepResult
+from sao_jax.environments.token_turns import turns_of
 from sao_jax.episode import Prompt, PromptKey
 from sao_jax.errors import ConfigError
 
@@ -44,6 +45,7 @@ WORDS, PLAIN, LOCKED, KEYS = "abcdef", "ABCDEF", "123456", "uvwxyz"
 BACK, PAUSE, SIDE_ROOM, DEAD_END = "<", ".", "?", "x"
 CLUTTER = "!#$%&*+,-/:;=@^_|~"
 MAX_DRAWS = 1000
+MAX_MISSES = 200  # draws without a new held-out corridor, which is a tenth of what there is: then nearly all are found
 MAX_HELDOUT = 600  # held-out corridors, where there are more
 MAX_PAUSES = 3  # of the expert, in one turn
 LEAVING = 0.1  # chance that the expert ends a walk, at each turn in a dead end
@@ -146,9 +148,9 @@ class HeldoutCorridors(Sequence[Prompt]):
       raise _too_few(settings)
 
   def _draw(self, settings: Corridor, level: str, seed: int, most: int) -> list[dict[str, str]]:
-    """Draws until there are enough, or nothing new comes any more."""
+    """Draws until there are enough, or hardly anything new comes."""
     rng, found, misses = np.random.default_rng((seed, LEVELS.index(level))), {}, 0
-    while len(found) < most and misses < MAX_DRAWS:
+    while len(found) < most and misses < MAX_MISSES:
       corridor = draw_corridor(rng, level, settings.horizon)
       text, misses = " ".join(corridor.values()), misses + 1
       if text not in found and split_of(text) == "heldout":
@@ -284,10 +286,15 @@ class CorridorEpisode(Environment):
     elif room == "dead" and marked:
       sign = DEAD_END
 
-    # Clutter depends on the corridor and the call alone, so that rollouts of a prompt may be compared.
+    return self._tokenizer.encode(self._clutter() + sign)
+
+  def _clutter(self) -> str:
+    """Draws what has no meaning; by the corridor and the call alone, so that rollouts of a prompt may be compared."""
+    if not self._settings.clutter:
+      return ""
     number = int.from_bytes(self._data["doors"].encode()[:8], "big")
-    chosen = np.random.default_rng((number, self._calls)).integers(len(CLUTTER), size=settings.clutter)
-    return self._tokenizer.encode("".join(CLUTTER[index] for index in chosen) + sign)
+    chosen = np.random.default_rng((number, self._calls)).integers(len(CLUTTER), size=self._settings.clutter)
+    return "".join(CLUTTER[index] for index in chosen)
 
 
 def read_word(tokenizer: ByteTokenizer, action_ids: Int[np.ndarray, "n"]) -> str | None:
@@ -382,12 +389,3 @@ def states_of(
     word = read_word(tokenizer, action)
     walk = walk.after(word, right) if word != "" else walk
   return states
-
-
-def turns_of(
-  token_ids: Int[np.ndarray, "T"], action_mask: Bool[np.ndarray, "T"]
-) -> Iterator[tuple[Int[np.ndarray, "n"], Int[np.ndarray, "m"]]]:
-  """Yields what was shown before each action, and the action."""
-  edges = np.flatnonzero(np.diff(np.asarray(action_mask, dtype=np.int8))) + 1
-  parts = np.split(np.asarray(token_ids), edges)
-  yield from zip(parts[::2], parts[1::2])

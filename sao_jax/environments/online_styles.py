@@ -11,7 +11,9 @@ prompt in the order alone, and so goes on exactly from a checkpoint, and is the 
 version would not do, as nobody knows it before an episode has ended. With `phase_prompts` of 80 batches the style
 changes about every 80 updates; rollouts of both phases are under way for a few updates then.
 
-Prompts offer one, two or all three styles, in any order, so that every style is rewarded somewhere in every phase.
+Prompts offer one, two or all three styles, in any order, so that every style is rewarded somewhere in every phase: with
+`alone` of 1 a style that is offered alone as much as the wanted one, which keeps all of them alive if there are enough
+such prompts (`single`).
 Answers name their style first: the choice is made at one place, where a preference among two is one among all three.
 """
 
@@ -20,16 +22,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from sao_jax.data.prompts import check_split, split_of
 from sao_jax.data.tokenizer import ByteTokenizer
 from sao_jax.environments.answers import byte_answer, byte_episode, encode_question
 from sao_jax.environments.base import Demonstration, Environment, StepResult
+from sao_jax.environments.token_turns import turns_of
 from sao_jax.episode import Prompt, PromptKey
 from sao_jax.errors import ConfigError
 from sao_jax.rewards.answer_grader import AnswerGrader
@@ -56,6 +59,10 @@ class OnlineStyles:
   wanted: tuple[str, ...] = STYLES  # the style of each phase; the last one goes on
   phase_prompts: int = 3840  # training prompts of a phase, in which questions repeat
   others: float = 0.2  # style factor of an offered style that is not wanted
+  alone: float | None = None  # that of one that is offered alone; None: as others
+  single: float | None = (
+    None  # share of training prompts that offer one style; None: a third, as those of two and three
+  )
   judge: AnswerGrader | None = None  # such as an LLMJudge, which gives the style factor; None: the wanted style is 1
   demonstration_noise: float = 0.3  # chance that a demonstration has another number
 
@@ -65,6 +72,8 @@ class OnlineStyles:
       ("wanted", bool(self.wanted) and set(self.wanted) <= {*STYLES}, f"one or more of {', '.join(STYLES)}"),
       ("phase_prompts", self.phase_prompts >= 1, "at least 1"),
       ("others", 0.0 <= self.others < 1.0, "at least 0, and less than 1"),
+      ("alone", self.alone is None or 0.0 <= self.alone <= 1.0, "0 to 1, or None"),
+      ("single", self.single is None or 0.0 <= self.single <= 1.0, "0 to 1, or None"),
       ("demonstration_noise", 0.0 <= self.demonstration_noise <= 1.0, "between 0 and 1"),
     )
     for name, valid, wanted in checks:
@@ -95,6 +104,10 @@ class OnlineStyles:
     quality, factor = self.judged(prompt, said)
     return byte_episode(tokenizer, pose(prompt), said, quality * factor)
 
+  def states(self, token_ids: Int[np.ndarray, "T"], action_mask: Bool[np.ndarray, "T"]) -> list[Hashable]:
+    """Tells the task's state before every sampled token of an episode: see `states_of`."""
+    return states_of(self.tokenizer(), token_ids, action_mask)
+
   def judged(self, prompt: Prompt, said: str | None) -> tuple[float, float]:
     """Returns quality and style factor of an answer, as the program judges them."""
     style = style_of(said)
@@ -102,7 +115,9 @@ class OnlineStyles:
     if style not in prompt.data["offered"]:
       return quality, 0.0
     wanted = self.wanted[self.phase(prompt.key)]
-    return quality, 1.0 if style == wanted or not prompt.data["by_phase"] else self.others
+    if style == wanted or not prompt.data["by_phase"]:
+      return quality, 1.0
+    return quality, self.alone if self.alone is not None and len(prompt.data["offered"]) == 1 else self.others
 
 
 class TrainingSums(Sequence[Prompt]):
@@ -121,7 +136,10 @@ class TrainingSums(Sequence[Prompt]):
       rng = np.random.default_rng((self._seed, int(index), draw))
       question = "{}+{}".format(*rng.integers(1, self._settings.max_operand + 1, 2))
       if split_of(question) == "train":
-        offered = rng.permutation(STYLES)[: rng.integers(1, len(STYLES) + 1)].tolist()
+        order, size = rng.permutation(STYLES), rng.integers(1, len(STYLES) + 1)
+        if self._settings.single is not None:
+          size = 1 if rng.random() < self._settings.single else rng.integers(2, len(STYLES) + 1)
+        offered = order[:size].tolist()
         data = {"question": question, "offered": offered, "by_phase": True}
         return Prompt(PromptKey(self._settings.name, int(index), 0), data)
     raise _too_few(self._settings)
@@ -220,6 +238,26 @@ def write_number(value: int, style: str) -> str:
     letters += sign * (value // size)
     value %= size
   return letters
+
+
+def states_of(
+  tokenizer: ByteTokenizer, token_ids: Int[np.ndarray, "T"], action_mask: Bool[np.ndarray, "T"]
+) -> list[Hashable]:
+  """Follows an episode by its tokens; returns the state before each sampled token.
+
+  A state is (styles that are offered, the answer's style once it is named, does it go on as the right number so far).
+  """
+  states = []
+  for shown, action in turns_of(token_ids, action_mask):
+    question, _, offers = (tokenizer.decode_bytes(shown[2:-2]) or "").partition(" in ")
+    right, offered = sum(map(int, question.split("+"))), frozenset(offers.split(" or "))
+    for place in range(len(action)):
+      said = tokenizer.decode_bytes(action[1:place]) if place and action[0] == tokenizer.answer_id else None
+      style, named, _ = (said or "").partition(":")
+      style = style if named and style in FORMS else None
+      begun = said is not None and any(write_answer(right, each).startswith(said) for each in STYLES)
+      states.append((offered, style, place == 0 or begun))
+  return states
 
 
 def _too_few(settings: OnlineStyles) -> Any:

@@ -13,7 +13,7 @@ import enum
 import hashlib
 import math
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,6 +48,11 @@ class Wrapper:
   def demonstration(self) -> Callable[[Prompt, Tokenizer, np.random.Generator], Demonstration]:
     """The inner environment's expert; an inner environment without one makes this an AttributeError."""
     return self.inner.demonstration
+
+  @property
+  def states(self) -> Callable[[Any, Any], list[Hashable]]:
+    """The inner environment's states of an episode; one that knows none makes this an AttributeError."""
+    return self.inner.states
 
 
 class WrappedEpisode(Environment):

@@ -158,6 +158,20 @@ def _load_policy(learner: Learner, folder: pathlib.Path, step: int | None = None
   return add_fresh_lora(learner, params, learner.config.training.seed)
 
 
+def load_networks(learner: Learner, workdir: pathlib.Path, phase: str) -> tuple[PyTree, PyTree]:
+  """Loads policy and critic of the newest checkpoint of a phase with both.
+
+  Raises:
+    ConfigError: there is none.
+  """
+  step = latest_step(workdir / phase)
+  if step is None:
+    raise ConfigError("workdir", f"{workdir} holds no checkpoint of {phase}.", f"Run the program of {phase} first.")
+  policy = _load_policy(learner, workdir / phase, step)
+  critic = load_params(workdir / phase, "critic", sharded_specs(learner.critic.specs, learner.layout), step=step)
+  return policy, learner.critic.whole(critic, policy)
+
+
 def _warn_of_unfinished_sft(config: RunConfig, workdir: pathlib.Path) -> None:
   step = latest_step(workdir / SFT)
   if step is not None and step < config.sft.steps:

@@ -237,3 +237,18 @@ def test_more_operands_need_more_turns():
   assert question.count("+") == 3
   episode, _ = begin(question, settings)
   assert act(episode, f"<|answer|>{sum(map(int, question.split('+')))}<|end|>")[1].reward == 1.0
+
+
+def test_states_tell_what_a_call_and_an_answer_are_worth():
+  actions = ["<|tool_call|>12*7<|end|>", "<|tool_call|>3-8<|end|>", "<|answer|>-81<|end|>"]
+  episode, ids = begin()
+  pieces, masks = [ids], [False]
+  for action in actions:
+    pieces += [TOKENIZER.encode_with_specials(action), act(episode, action)[1].observation]
+    masks += [True, False]
+  mask = np.concatenate([np.full(len(piece), masked) for piece, masked in zip(pieces, masks)])
+  states = SETTINGS.states(np.concatenate(pieces), mask)
+  call, answer = TOKENIZER.tool_call_id, TOKENIZER.answer_id
+  assert states[:2] == [(0, 0, 0, None, False), (0, 0, 1, call, True)] and states[5] == (0, 0, 5, call, True)
+  assert states[6:11] == [(1, 0, 0, None, False), *((1, 0, place, call, True) for place in (1, 2, 3, 4))]
+  assert states[11:] == [(1, 1, 0, None, False), *((1, 1, place, answer, True) for place in (1, 2, 3, 4))]

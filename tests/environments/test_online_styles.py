@@ -13,6 +13,7 @@ from configs import online_learning
 from sao_jax.configuration.relations import validate
 from sao_jax.data.prompts import make_prompt_iterator, split_of
 from sao_jax.data.tokenizer import ByteTokenizer
+from sao_jax.environments.answers import encode_question
 from sao_jax.environments.base import DemonstratingSpec
 from sao_jax.environments.online_styles import STYLES, OnlineStyles, pose, solve, style_of, write_answer, write_number
 from sao_jax.episode import Prompt, PromptKey
@@ -74,6 +75,18 @@ def test_the_reward_is_quality_times_the_style_of_the_phase(said, epoch, reward,
   assert [result.info[f"style_{name}"] for name in STYLES] == [float(style_of(said) == name) for name in STYLES]
 
 
+def test_a_style_that_is_offered_alone_may_earn_as_much_as_the_wanted_one():
+  settings = OnlineStyles(alone=1.0, single=0.6)
+  alone, both = prompt(0, ("roman",)), prompt(0, ("roman", "digits"))
+  rewards = [play(settings, task, "<|answer|>roman:VII<|end|>").reward for task in (alone, both)]
+  assert rewards == [1.0, pytest.approx(0.2)]
+  assert play(settings, alone, "<|answer|>digits:7<|end|>").reward == 0.0
+  assert play(OnlineStyles(), alone, "<|answer|>roman:VII<|end|>").reward == pytest.approx(0.2)
+  train = settings.prompts(TOKENIZER, "train", 0)
+  sizes = collections.Counter(len(train[index].data["offered"]) for index in range(600))
+  assert 320 < sizes[1] < 400 and min(sizes[2], sizes[3]) > 80
+
+
 def test_what_is_no_answer_earns_nothing_and_held_out_any_offered_style_is_right():
   settings = OnlineStyles()
   assert play(settings, prompt(), "digits:7<|end|>").reward == 0.0
@@ -127,6 +140,18 @@ def test_demonstrations_show_offered_styles_and_are_wrong_as_often_as_they_shoul
   assert min(seen[style] for style in STYLES) > 60 and 180 < right < 240
 
 
+def test_states_tell_what_is_offered_and_what_an_answer_has_chosen():
+  settings, task = OnlineStyles(), prompt()
+  shown = encode_question(TOKENIZER, pose(task))
+  action = TOKENIZER.encode_with_specials("<|answer|>roman:VI<|end|>")
+  states = settings.states(np.concatenate([shown, action]), np.arange(len(shown) + len(action)) >= len(shown))
+  offered = frozenset({"roman", "digits"})
+  assert states[:7] == [(offered, None, True)] * 7 and states[7:] == [(offered, "roman", True)] * 3
+  action[-2] = ord("X")  # 3 + 4 is no VX
+  states = settings.states(np.concatenate([shown, action]), np.arange(len(shown) + len(action)) >= len(shown))
+  assert states[-1] == (offered, "roman", False)
+
+
 def test_the_configuration_is_valid_and_has_three_phases_of_whole_batches():
   config = online_learning.get_config()
   validate(config, training=True)
@@ -138,7 +163,8 @@ def test_the_configuration_is_valid_and_has_three_phases_of_whole_batches():
 
 @pytest.mark.parametrize(
   "field, value",
-  [("max_operand", 50), ("wanted", ()), ("wanted", ("prose",)), ("phase_prompts", 0), ("others", 1.0)],
+  [("max_operand", 50), ("wanted", ()), ("wanted", ("prose",)), ("phase_prompts", 0), ("others", 1.0)]
+  + [("alone", 1.5), ("single", -0.1)],
 )
 def test_settings_that_cannot_work_are_refused(field, value):
   with pytest.raises(ConfigError, match=f"environment.{field}"):

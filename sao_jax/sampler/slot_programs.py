@@ -16,19 +16,26 @@ from sao_jax.sampler.prefill import Extension, Piece, PrefillCall, plan_calls
 from sao_jax.sampler.programs import Sizes
 from sao_jax.sampler.sample_loop import DecodeOutputs
 from sao_jax.sampler.state import EngineState, empty_state
+from sao_jax.sampler.straight import runs_straight, short_window
+
+MIN_ROWS_IN_HALVES = 16  # with fewer rows, the operations of two halves cost more than the positions that are not read
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCall:
-  """One decode call: the slot of each of its rows, num_slots where unused, and how many positions each may read."""
+  """One decode call: the slot of each of its rows, num_slots where unused, and how many positions each may read.
+
+  With a `short` window the first half of the rows may read so many.
+  """
 
   slots: Int[np.ndarray, " R"]
   window: int
+  short: int = 0
 
   @property
   def shape(self) -> tuple[int, ...]:
     """Static sizes of the program."""
-    return len(self.slots), self.window
+    return (len(self.slots), self.window, self.short) if self.short else (len(self.slots), self.window)
 
 
 class SlotPrograms:
@@ -75,16 +82,33 @@ class SlotPrograms:
     del num_steps, pieces
     num_slots = self.sizes.sampler.num_slots
     rows = buckets.smallest_bucket(self._decode_batches, len(lengths))
+    window = buckets.smallest_bucket(self._windows, max(lengths.values()))
     slots = np.full((rows,), num_slots, np.int32)
+
+    # The shorter half of the rows, and all that are unused, read less where that is worth a program of its own.
+    short = self._short_window(rows, window)
+    by_length = sorted(lengths, key=lengths.__getitem__)
+    if short and (len(lengths) <= rows // 2 or lengths[by_length[len(lengths) - rows // 2 - 1]] <= short):
+      slots[rows - len(lengths) :] = by_length
+      return DecodeCall(slots, window, short)
+
     members = np.fromiter(lengths, np.int32, len(lengths))
     slots[members if rows == num_slots else slice(len(members))] = members
-    return DecodeCall(slots, buckets.smallest_bucket(self._windows, max(lengths.values())))
+    return DecodeCall(slots, window)
+
+  def _short_window(self, rows: int, window: int) -> int:
+    """The window of the shorter half of the rows of a call, 0 where all rows have the same."""
+    straight = runs_straight(self.sizes.model, self.sizes.layout)
+    pays = straight and rows == self._decode_batches[-1] and rows >= MIN_ROWS_IN_HALVES and rows % 2 == 0
+    return short_window(self._windows, window) if pays else 0
 
   def idle_calls(self, prefixes: bool) -> Iterator[PrefillCall | DecodeCall]:
     """A call of every shape, which changes no slot."""
     for rows in self._decode_batches:
       for window in self._windows:
-        yield DecodeCall(np.full((rows,), self.sizes.sampler.num_slots, np.int32), window)
+        idle = np.full((rows,), self.sizes.sampler.num_slots, np.int32)
+        for short in sorted({0, self._short_window(rows, window)}):
+          yield DecodeCall(idle, window, short)
     for window in (0, *(self._prefixes if prefixes else ())):
       for length in self._lengths:
         for rows in self._prefill_batches:
@@ -115,6 +139,7 @@ class SlotPrograms:
       config=self.sizes.model,
       rule=self.sizes.rule,
       window=call.window,
+      short=call.short,
       max_steps=self.sizes.sampler.decode_steps,
       keep_experts=self.sizes.keep_experts,
       layout=self.sizes.layout,

@@ -73,7 +73,7 @@ def extend(
 
 @functools.partial(
   jax.jit,
-  static_argnames=("config", "rule", "window", "max_steps", "keep_experts", "layout"),
+  static_argnames=("config", "rule", "window", "short", "max_steps", "keep_experts", "layout"),
   donate_argnames="state",
 )
 def decode(
@@ -86,6 +86,7 @@ def decode(
   config: ModelConfig,
   rule: SamplingRule,
   window: int,
+  short: int = 0,
   max_steps: int,
   keep_experts: bool = False,
   layout: Layout,
@@ -97,30 +98,35 @@ def decode(
     state: donated.
     key: the run's key, `jax.random.key(seed)`.
     slots: the slot of each row; num_slots (out of range) marks an unused row. With R = num_slots, row r is slot r or
-      unused.
+      unused, unless there is a `short` window.
     num_steps: traced, so that the host may choose it freely.
     config: static.
     rule: static.
     window: static, at least the length of every active slot among `slots`.
+    short: static, likewise of the first half of the rows; 0: they have the same window. Only where `runs_straight`.
     max_steps: static.
     keep_experts: static; for models with experts.
     layout: static.
   """
   num_slots, capacity = state.slots.lengths.shape[0], state.cache.num_positions
-  everything = slots.shape[0] == num_slots
+  everything = slots.shape[0] == num_slots and not short
 
   # The rows, their past, and a small cache for the tokens of this dispatch.
   first = state.slots if everything else jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode="clip"), state.slots)
   first = first.replace(active=first.active & (slots < num_slots))
-  past = read_window(state.cache, None if everything else slots, window)
-  new = empty_cache(config, slots.shape[0], max_steps, state.cache.dtype)
-  attend_at = lambda step, rows: past.attend(config, first.lengths, step, max_steps)
-
-  # A shallow model on a CPU has every layer in arrays of its own, with room for the new tokens behind the past.
-  straight = runs_straight(params, config, layout)
+  straight = runs_straight(config, layout) and "lora" not in params
   if straight:
-    params, new = layers_apart(params), join_layers(past, new)
-    attend_at = lambda step, rows: joined_attend(first.lengths, window, step)
+    # A shallow model on a CPU has every layer in arrays of its own, with room for the new tokens behind the past.
+    halves = (
+      zip(jnp.split(slots, 2), (short, window), strict=True) if short else [(None if everything else slots, window)]
+    )
+    parts = [read_window(state.cache, *half) for half in halves]
+    params, new = layers_apart(params), join_layers(parts, max_steps)
+    attend_at = lambda step, rows: joined_attend(first.lengths, max_steps, step)
+  else:
+    past = read_window(state.cache, None if everything else slots, window)
+    new = empty_cache(config, slots.shape[0], max_steps, state.cache.dtype)
+    attend_at = lambda step, rows: past.attend(config, first.lengths, step, max_steps)
 
   # Each row feeds its pending token, which this writes to the small cache.
   last, new, outputs = sample_loop(
@@ -139,7 +145,7 @@ def decode(
   )
 
   # What was sampled goes to the cache of the slots once per dispatch.
-  new = new_positions(new, window) if straight else new
+  new = new_positions(new, max_steps) if straight else new
   shardings = None if layout.mesh is None else state_shardings(state, layout).cache
   written, which = last.lengths - first.lengths, None if everything else slots
   cache = update_slots(state.cache, new, which, first.lengths, written, shardings=shardings)

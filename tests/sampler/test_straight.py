@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 import jax
@@ -15,7 +17,9 @@ from sao_jax.parallel.layout import ONE_DEVICE
 from sao_jax.sampler import steps, straight
 from sao_jax.sampler.engine import Engine
 from sao_jax.sampler.prefill import Extension
+from sao_jax.sampler.programs import Sizes
 from sao_jax.sampler.sampling import SamplingRule
+from sao_jax.sampler.slot_programs import DecodeCall, SlotPrograms
 
 SLOTS = np.array([0, 1, 2, SMALL.num_slots], np.int32)  # the last row is unused
 
@@ -43,7 +47,7 @@ def decode(model, window):
 )
 def test_equals_the_loop_over_layers(model, window, monkeypatch):
   given = started(model)
-  assert straight.runs_straight(given[0], model, ONE_DEVICE)
+  assert straight.runs_straight(model, ONE_DEVICE)
   (state, sampled), program = (jax.jit(decode(model, window))(*given), decode(model, window))
   monkeypatch.setattr(straight, "UNROLLED_LAYERS", 0)
   other_state, expected = jax.jit(program)(*given)
@@ -53,6 +57,49 @@ def test_equals_the_loop_over_layers(model, window, monkeypatch):
   if model.num_experts:
     np.testing.assert_array_equal(sampled.routed_experts, expected.routed_experts)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state, other_state)
+
+
+@pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
+def test_half_of_the_rows_may_have_a_shorter_window(model):
+  """Rows in any order, the shorter ones first, sample what all of them do in the long window."""
+  params, state = started(model)
+  static = {"config": model, "rule": SamplingRule(), "max_steps": 4, "layout": ONE_DEVICE}
+
+  def sampled(slots, **windows):
+    program = jax.jit(functools.partial(steps.decode.__wrapped__, **static, **windows))
+    return program(params, state, jax.random.key(0), jnp.asarray(slots, jnp.int32), jnp.int32(4))
+
+  # Slots 0, 1 and 2 hold 2, 5 and 8 tokens; in the long window row r is slot r.
+  long_state, expected = sampled(SLOTS, window=16)
+  short_state, got = sampled([SMALL.num_slots, 0, 1, 2], window=16, short=4)
+  np.testing.assert_array_equal(got.tokens[:, 1:], expected.tokens[:, :3])
+  np.testing.assert_allclose(got.logprobs[:, 1:], expected.logprobs[:, :3], atol=1e-5)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), short_state, long_state)
+
+
+def test_a_call_puts_the_shorter_rows_first_where_they_fit():
+  sampler = dataclasses.replace(SMALL, num_slots=16, decode_batch=16, context_length=64, window_buckets=(8, 16, 32))
+  programs = SlotPrograms(Sizes(DENSE, sampler, SamplingRule(), "float32", False, ONE_DEVICE))
+  lengths = {slot: 30 - slot for slot in range(14)}  # 17 ... 30 tokens
+  assert programs.plan_decode(lengths, 4).short == 0
+
+  # Two rows are unused, so six of at most 16 tokens fill the short half.
+  lengths |= {slot: 16 - slot for slot in range(6)}
+  call = programs.plan_decode(lengths, 4)
+  assert (call.window, call.short) == (32, 16)
+  assert call.slots[:8].tolist() == [16, 16, 5, 4, 3, 2, 1, 0]
+  assert sorted(call.slots[8:].tolist()) == list(range(6, 14))
+
+  # Every call that is planned has been warmed up.
+  shapes = {call.shape for call in programs.idle_calls(False) if isinstance(call, DecodeCall)}
+  rng = np.random.default_rng(0)
+  for count in rng.integers(1, 17, 200):
+    lengths = dict(zip(rng.permutation(16)[:count].tolist(), rng.integers(1, 64, count).tolist(), strict=True))
+    call = programs.plan_decode(lengths, 4)
+    limit = np.where(np.arange(len(call.slots)) < len(call.slots) // 2, call.short or call.window, call.window)
+    assert call.shape in shapes
+    assert sorted(slot for slot in call.slots.tolist() if slot < 16) == sorted(lengths)
+    assert all(lengths[slot] <= most for slot, most in zip(call.slots.tolist(), limit, strict=True) if slot < 16)
 
 
 def body_of_the_loop_over_tokens(jaxpr):

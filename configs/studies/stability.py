@@ -6,7 +6,7 @@ from configs.studies.shared import COMPARED, CONFIG, FIELDS, method
 from sao_jax.study import Study
 
 MEASURES = (
-  *("heldout_success", "reward_mean:mean", "reward_mean:worst_dip", "policy_grad_norm:spikes"),
+  *("heldout_success", "reward_mean:mean", "reward_mean:worst_dip", "reward_mean:noise", "policy_grad_norm:spikes"),
   *("rejected_low+rejected_high:mean", "lag_mean:mean"),
 )
 

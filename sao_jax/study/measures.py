@@ -72,6 +72,11 @@ def spikes(curve: Series) -> float:
   return float(curve.y.max()) / middle if middle else NOTHING
 
 
+def noise(curve: Series) -> float:
+  """The deviation of single values around a slow curve, from the differences of neighbours (von Neumann 1941)."""
+  return float(np.sqrt(np.mean(np.diff(curve.y) ** 2) / 2)) if len(curve.y) > 1 else NOTHING
+
+
 def recovery(curve: Series, phase: Series) -> float:
   """Updates from a switch of what is rewarded to 90 % of the success before it, mean over switches.
 
@@ -113,5 +118,6 @@ SUMMARIES: Mapping[str, Callable[[Reader, str], float]] = {
   "max": _of_curve(lambda curve: float(curve.y.max())),
   "worst_dip": _of_curve(worst_dip),
   "spikes": _of_curve(spikes),
+  "noise": _of_curve(noise),
   "recovery": _recovery,
 }

@@ -122,7 +122,7 @@ def shown(interval: Mapping[str, float | None]) -> str:
   mean, low, high = (interval[name] for name in Interval._fields)
   if mean is None or mean != mean:
     return "–"
-  digits = 3 if abs(mean) < 10 else 1
+  digits = 4 if abs(mean) < 0.1 else 3 if abs(mean) < 10 else 1
   known = low is not None and low == low
   return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]" if known else f"{mean:.{digits}f}"
 

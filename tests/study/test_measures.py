@@ -44,12 +44,17 @@ def test_summaries_are_those_of_plain_loops():
   deepest = max(smoothed[at] - smoothed[later] for at in range(300) for later in range(at, 300))
   assert measured("loss:worst_dip", found) == pytest.approx(deepest)
 
+  squares = [(after - before) ** 2 for before, after in zip(values[:-1], values[1:], strict=True)]
+  assert measured("loss:noise", found) == pytest.approx(math.sqrt(sum(squares) / 299 / 2))
+
 
 def test_dips_and_spikes_by_hand():
   assert measured("reward:worst_dip", lines(reward=[0.1, 0.5, 0.2, 0.4, 0.9, 0.8])) == pytest.approx(0.3)
   assert measured("reward:worst_dip", lines(reward=[0.125, 0.25, 0.25, 0.5])) == 0.0
   assert measured("norm:spikes", lines(norm=[2.0, 2.0, 12.0, 2.0, 1.0])) == 6.0
   assert math.isnan(measured("norm:spikes", lines(norm=[0.0, 0.0, 0.0])))
+  assert measured("norm:noise", lines(norm=[1.0, 3.0, 1.0])) == pytest.approx(math.sqrt(2))
+  assert math.isnan(measured("norm:noise", lines(norm=[1.0])))
 
 
 def test_a_measure_may_add_metrics_and_undefined_values_are_left_out():

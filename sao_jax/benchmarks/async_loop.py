@@ -7,7 +7,7 @@ are replaced by waits. So what a run lacks to the model is the loop's own doing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -44,8 +44,15 @@ def make_loop(settings: LoopSettings, environment: Sleeping, sampler: InstantSam
   )
 
 
-def run_loop(settings: LoopSettings, environment: Sleeping) -> LoopRecord:
-  """Runs the loop; lags are those of the oldest sampled token, which here is sampled when the episode starts."""
+def run_loop(
+  settings: LoopSettings,
+  environment: Sleeping,
+  on_update: Callable[[float, float], None] = lambda begin, end: None,
+) -> LoopRecord:
+  """Runs the loop; lags are those of the oldest sampled token, which here is sampled when the episode starts.
+
+  `on_update` is called after every train step with the times of its begin and its end, by `time.monotonic`.
+  """
   sampler = InstantSampler()
   loop = make_loop(settings, environment, sampler)
   lags, used = [], []
@@ -55,7 +62,8 @@ def run_loop(settings: LoopSettings, environment: Sleeping) -> LoopRecord:
       batch = rollouts.take(version)
 
       # The train step: a wait, with the host's work while it is under way, as in training.
-      trained = time.monotonic() + settings.train_seconds
+      taken = time.monotonic()
+      trained = taken + settings.train_seconds
       lags += [version - trajectory.oldest_version for trajectory in batch]
       used += [trajectory.info["latency"] for trajectory in batch]
       rollouts.consumed(batch)
@@ -64,6 +72,7 @@ def run_loop(settings: LoopSettings, environment: Sleeping) -> LoopRecord:
       # Its weights are published: the sampler only has to know their number.
       sampler.version = version + 1
       rollouts.end_step(version + 1)
+      on_update(taken, time.monotonic())
     wall = time.monotonic() - began
     stats = loop.stats()
 

@@ -130,7 +130,11 @@ def test_latencies_have_the_mean_and_the_faults_the_rates_that_were_asked_for():
 
 def test_real_synchronous_run():
   settings = LoopSettings(slots=3, admission_staleness=0, max_staleness=-1, train_seconds=0.002, batch_size=4, steps=3)
-  record = async_loop.run_loop(settings, Sleeping(mean=0.004, sigma=0.5))
+  updates = []
+  environment = Sleeping(mean=0.004, sigma=0.5)
+  record = async_loop.run_loop(settings, environment, on_update=lambda begin, end: updates.append((begin, end)))
+  assert len(updates) == 3 and all(end - begin >= settings.train_seconds for begin, end in updates)
+  assert all(end <= begin for (_, end), (begin, _) in zip(updates, updates[1:]))
   assert record.lags.tolist() == [0] * 12 and (record.generated, record.dropped, record.failed) == (12, 0, 0)
   assert record.wall_seconds >= 3 * 0.002 and record.busy_slot_seconds <= 3 * record.wall_seconds * 1.01
   assert record.used_latency == pytest.approx(record.generated_latency)

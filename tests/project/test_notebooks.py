@@ -109,7 +109,7 @@ def test_a_notebook_shows_the_library_and_has_no_second_one(path):
   written = code(notebooks.read(path))
   assert "sao_jax" in imported_rooms(written)
   own = {node.name for node in definitions(ast.parse(written)) if not node.name.startswith("_")}
-  methods = {"reset", "step", "prompts", "tokenizer", "make", "demonstration", "loss", "show"}
+  methods = {"reset", "step", "prompts", "tokenizer", "make", "demonstration", "loss", "show", "extend", "decode"}
   library = {
     node.name
     for file in (REPOSITORY / "sao_jax").rglob("*.py")

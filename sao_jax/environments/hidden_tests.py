@@ -89,6 +89,11 @@ class Bench:
   image_folder: str
   timeout: float
 
+  @property
+  def longest(self) -> float:
+    """The seconds that the judge may take."""
+    return 2 * self.timeout + self.timeout / 4 + GRACE
+
   async def judge(self, sandbox: Sandbox, record: RepositoryRecord, archive: bytes | None, patch: str) -> Judgement:
     """Runs the hidden tests on the base commit with a patch.
 
@@ -125,7 +130,7 @@ class Bench:
     result = await sandbox.run(
       [self.python, "-I", "-B", "-c", script],
       stdin=b"".join(f"{len(part)}\n{part}".encode("ascii") for part in parts),
-      timeout=2 * self.timeout + self.timeout / 4 + GRACE,
+      timeout=self.longest,
       environment={"HOME": "/tmp"},
     )
 

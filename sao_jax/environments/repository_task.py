@@ -146,6 +146,17 @@ class RepositoryTask(Reopened):
   def _view(self) -> View:
     return View(read_only=self.packages)
 
+  @property
+  def longest_answer(self) -> float:
+    """The seconds that the last turn may take: its commands, the patch, and the tests, which run twice."""
+    judge = 0.0 if self.tests == "none" else self.bench.longest
+    return self.call_timeout + min(SETUP_TIMEOUT, self.test_timeout) + judge
+
+  @property
+  def longest_answer_fields(self) -> str:
+    """The fields that it follows from."""
+    return "call_timeout and test_timeout"
+
   def record(self, prompt: Prompt) -> RepositoryRecord:
     """Reads the record of a prompt, hidden tests included.
 

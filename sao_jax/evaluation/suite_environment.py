@@ -27,7 +27,7 @@ RUBRIC = (
 )
 TOOLS = ("python", "none")
 CHAT_FIELDS = ("tokenizer_folder", "template_options", "call_format")
-REPOSITORY_SECONDS = 300.0  # for a container to start, and for the longest command
+REPOSITORY_SECONDS = 300.0  # beside the time-outs of a task, for containers to start
 
 
 def equality_judge(base_url: str, model: str, key_variable: str = "") -> LLMJudge:
@@ -53,7 +53,7 @@ def suite_config(
   rollout = dataclasses.replace(config.rollout, max_turns=suite.max_turns)
   if suite.kind == "repositories":
     environment = _repositories(suite, data, config.environment)
-    patience = max(rollout.environment_timeout, REPOSITORY_SECONDS)
+    patience = max(rollout.environment_timeout, environment.longest_answer + REPOSITORY_SECONDS)
     rollout = dataclasses.replace(rollout, environment_timeout=patience)
   elif tools in TOOLS:
     environment = _questions(suite, data, config.environment, tools, judge)

@@ -35,6 +35,8 @@ from sao_jax.sandbox.supervisor import WORK
 
 USER = "65534:65534"
 ENVIRONMENT = {"HOME": WORK, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}  # beside the image's own
+MAX_ARGUMENT = 2**17  # bytes of one argument that Linux takes, with the zero behind it
+NOT_RUN = 126  # exit status of a command that cannot be started
 START_TIMEOUT = 300.0  # seconds; an image that is not there is pulled
 CONTROL_TIMEOUT = 60.0  # seconds for docker itself
 MAX_SAID = 65536  # bytes that docker itself may say
@@ -141,8 +143,6 @@ class DockerSandbox:
     """Runs a command, see `Sandbox.run`; one that cannot be started has exit status 126 or 127, as docker says."""
     folder = posixpath.normpath(f"{WORK}/{check_path(cwd or '.')}")
     options = [*_environment_options(environment), "--workdir", folder]
-    if any("\0" in word for word in (*command, *options)):
-      return CommandResult(126, b"", b"an argument holds a zero byte\n", False, "", 0, 0.0)
     return await self._exchange(options, list(command), stdin, check_timeout(timeout), self.limits.output)
 
   async def start_process(
@@ -204,6 +204,8 @@ class DockerSandbox:
   ) -> CommandResult:
     """Runs `docker exec`, and kills afterwards whatever it has left behind."""
     self._check_free()
+    if not all(map(_is_argument, (*command, *options))):
+      return CommandResult(NOT_RUN, b"", b"an argument is too long, or no text\n", False, "", 0, 0.0)
     async with self._turn:
       words = self._exec_words(options, command)
       begin = time.monotonic()
@@ -318,6 +320,14 @@ class DockerProcess:
     for pipe in (self._program.stdin, self._program.stdout, self._program.stderr):
       with contextlib.suppress(OSError):
         pipe.close()
+
+
+def _is_argument(word: str) -> bool:
+  """Tells if a word can stand on a command line: what an agent writes there, and cannot, is the agent's fault."""
+  try:
+    return "\0" not in word and len(word.encode("utf-8")) < MAX_ARGUMENT
+  except UnicodeEncodeError:  # half of a surrogate pair
+    return False
 
 
 def _environment_options(environment: Mapping[str, str] | None) -> list[str]:

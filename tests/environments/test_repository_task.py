@@ -14,13 +14,20 @@ from toys import repositories, sandboxes
 from toys.docker_toy import DockerToy
 from toys.paths import REPOSITORY
 
+from configs.repository import get_config as small_repositories_config
+from sao_jax.config import RolloutConfig, RunConfig
+from sao_jax.configuration.tool_relations import tool_relations
 from sao_jax.environments.base import check_step_result
 from sao_jax.environments.episode_texts import KeepTexts
+from sao_jax.environments.mixture import Mixture, Part
 from sao_jax.environments.repository_record import read_record, touched_paths
+from sao_jax.environments.repository_task import RepositoryTask
 from sao_jax.environments.repository_work import commit_base, place_files
 from sao_jax.environments.snapshots import read_snapshot
+from sao_jax.environments.wrappers import SimulatedLatency
 from sao_jax.episode import BadPrompt, GraderFailure, Status
 from sao_jax.errors import ConfigError
+from sao_jax.gateway.agent import Agent
 
 needs_sandbox = pytest.mark.skipif(bool(sandboxes.missing()), reason=sandboxes.missing())
 # A task whose tests need no package: one file, one test.
@@ -305,10 +312,30 @@ def test_a_docker_image_has_the_repository_and_its_history_is_hidden(tmp_path, m
   assert started[started.index(f"{testbed}/.git:ro,size=4096") - 1] == "--tmpfs"
 
 
+def test_the_last_answer_must_fit_into_the_call_of_the_environment():
+  """By its time-outs: the commands, the patch, the tests twice, a quarter for copies, 5 s for the judge."""
+  task = RepositoryTask("tasks.jsonl", call_timeout=20.0, test_timeout=40.0)
+  judged, unjudged = 20 + 40 + 2.25 * 40 + 5, 20 + 40
+  for environment, path, seconds in (
+    (task, "environment", judged),
+    (SimulatedLatency(Mixture((Part(task),))), "environment.inner.parts.0.environment", judged),
+    (dataclasses.replace(task, tests="none"), "environment", unjudged),
+  ):
+    whole, longer = (
+      RunConfig(environment, rollout=RolloutConfig(environment_timeout=seconds + more)) for more in (0.0, 1.0)
+    )
+    (error,) = tool_relations(whole)
+    assert str(error).startswith(f"{path}.call_timeout and test_timeout: ") and f" {seconds:g} s" in str(error)
+    assert not list(tool_relations(longer))
+  played_by_others = RunConfig(name="x", environment=Agent("toys.agent_toy:count", task))
+  assert not list(tool_relations(played_by_others)) and not list(tool_relations(small_repositories_config()))
+
+
 def test_the_example_of_the_readme_is_a_configuration(tmp_path):
   text = (REPOSITORY / "sao_jax/environments/README.md").read_text(encoding="utf-8")
   (source,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "RepositoryTask(" in block]
   namespace: dict = {}
   exec(compile(source, "README", "exec"), namespace)
   run = namespace["get_config"]()
+  assert not list(tool_relations(run))
   assert run.environment.packages == ("/opt/pytest",) and run.rollout.max_turns == 300

@@ -61,8 +61,10 @@ def test_a_command_runs_as_nobody_and_nothing_outlives_it(docker):
       await sandbox.write_file("deep/er/x", b"text")
       inside = await sandbox.run(["cat", "x"], timeout=PATIENT, cwd="deep/er")
       assert inside.stdout == b"text" and sandbox.calls == 3
-      zero = await sandbox.run(["echo", "\0"], timeout=PATIENT)
-      assert zero.exit_status == 126
+      for word in ("\0", "\ud800", 2**17 * "x"):
+        assert (await sandbox.run(["echo", word], timeout=PATIENT)).exit_status == 126
+      with pytest.raises(FileRefused):
+        await sandbox.write_file("\ud800", b"text")
 
   asyncio.run(run())
   calls = docker.calls("exec")

@@ -201,6 +201,8 @@ class LeadingService(SamplerService):
     """Ends the service when a follower has failed; its thread may wait for a device that waits for that follower."""
     self._end(error)
     for lane in self._lanes:
+      if lane.thread is threading.current_thread():
+        continue  # it has met the failure itself, which ends it
       lane.thread.join(STOP_SECONDS)
       if lane.thread.is_alive():
         lane.scheduler.fail(error)

@@ -193,7 +193,7 @@ def right_word(sign: str, key: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-  """Where a walk is.
+  """Place of a walk.
 
   Attributes:
     door: doors behind it.
@@ -238,7 +238,7 @@ class CorridorEpisode(Environment):
 
   @property
   def walk(self) -> Walk:
-    """Where it is."""
+    """The place of the walk."""
     return self._walk
 
   def begin(self, prompt: Prompt) -> Int[np.ndarray, "n"]:

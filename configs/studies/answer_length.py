@@ -15,5 +15,5 @@ def get_study() -> Study:
     variants={name: method(name) for name in COMPARED},
     fields=FIELDS,
     pictures=("response_length_mean", "entropy"),
-    measures=("response_length_mean:change", "turns_mean:change", "entropy", "heldout_success"),
+    measures=("response_length_mean", "turns_mean", "response_length_mean:change", "entropy"),
   )

@@ -8,6 +8,7 @@ from sao_jax.study import Study
 MEASURES = (
   *("heldout_success", "reward_mean:mean", "reward_mean:worst_dip", "reward_mean:noise", "policy_grad_norm:spikes"),
   *("rejected_low+rejected_high:mean", "lag_mean:mean"),
+  *("info_solved_easy/corridor", "info_solved_medium/corridor", "info_solved_hard/corridor"),
 )
 
 

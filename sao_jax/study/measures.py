@@ -100,7 +100,13 @@ def _smoothed(curve: Series) -> Float[np.ndarray, " n"]:
 
 
 def _of_curve(summary: Callable[[Series], float]) -> Callable[[Reader, str], float]:
-  return lambda read, metric: summary(read(metric))
+  return lambda read, metric: summary(_updates(read(metric)))
+
+
+def _updates(curve: Series) -> Series:
+  """Leaves out what comes before the policy's first update: methods without a critic have no warm-up."""
+  after = curve.x > 0
+  return Series(curve.x[after], curve.y[after]) if after.any() else curve
 
 
 def _recovery(read: Reader, metric: str) -> float:

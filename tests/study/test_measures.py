@@ -65,6 +65,14 @@ def test_a_measure_may_add_metrics_and_undefined_values_are_left_out():
     split_measure("reward_mean:worst_dib")
 
 
+def test_the_critics_warm_up_does_not_count():
+  """Ten steps of version 0, then two updates; a run that never updates its policy has nothing else."""
+  warm = [{"policy_version": 0, "reward": 0.1}] * 10
+  found = [*warm, {"policy_version": 1, "reward": 0.4}, {"policy_version": 2, "reward": 0.6}]
+  assert measured("reward:mean", found) == pytest.approx(0.5) and measured("reward:begin", found) == 0.4
+  assert measured("reward:mean", warm) == pytest.approx(0.1)
+
+
 def test_recovery_counts_updates_from_each_switch():
   """Success .8 before; 0 behind the switches, then .8 again: after 20 updates, and never in the last phase."""
   success, phase = [0.8] * 40 + [0.0] * 20 + [0.8] * 20 + [0.0] * 40, [0.0] * 40 + [1.0] * 40 + [2.0] * 40

@@ -1,4 +1,4 @@
-"""Two published agents, unchanged, train a tiny policy: every token is one that they were answered, and counts once."""
+"""Two published agents, unchanged, and one that claims its episodes train a tiny policy: each token counts once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ TOKENIZER = third_party.Phrases()
 STEPS = 3  # with the one that only the critic takes
 
 
-def agent(name: str, tasks) -> third_party.PhrasesAgent:
-  return third_party.PhrasesAgent(f"toys.third_party:{name}", tasks, name=name, think_timeout=60.0)
+def agent(name: str, tasks, claimed: bool = False) -> third_party.PhrasesAgent:
+  harness = None if claimed else f"toys.third_party:{name}"
+  return third_party.PhrasesAgent(harness, tasks, name=name, think_timeout=60.0, grace_seconds=20.0 * (not claimed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +54,16 @@ def folder(tmp_path_factory):
   third_party.answered.clear()
   data = repositories.write_records(folder, *[third_party.RECORD] * 8)
   third_party.Repositories.tasks = repositories.make_task(data, tests="functions", python="/usr/bin/python3")
-  mixture = Mixture((Part(agent("repair", third_party.Repositories.tasks)), Part(agent("add_up", agent_toy.Tasks()))))
+  claimed = agent("claimed", agent_toy.Tasks(), claimed=True)
+  others = agent("repair", third_party.Repositories.tasks), agent("add_up", agent_toy.Tasks())
+  mixture = Mixture(tuple(map(Part, (*others, claimed))))
   config = training_toy.replace(
     dataclasses.replace(training_toy.get_config(), environment=mixture),
     rollout={"max_turns": 6, "max_tokens": 40, "record": True},
     training={"steps": STEPS - 1},
   )
-  train(config, folder / "run")
+  with third_party.claiming(claimed):
+    train(config, folder / "run")
   return folder / "run"
 
 
@@ -71,9 +75,9 @@ def trained(folder):
   return [(trajectory, turns_of(trajectory)) for trajectory in trajectories]
 
 
-def test_both_agents_train_with_calls_broken_prefixes_and_rewards(folder, trained):
+def test_all_agents_train_with_calls_broken_prefixes_and_rewards(folder, trained):
   assert len(trained) == 4 * STEPS
-  assert {trajectory.key.environment for trajectory, _ in trained} == {"repair", "add_up"}
+  assert {trajectory.key.environment for trajectory, _ in trained} == {"repair", "add_up", "claimed"}
   sessions = third_party.answered.values()
   assert any(choice.message.tool_calls for session in sessions for choice in session)
   assert any(len(turns) > 1 for _, turns in trained)

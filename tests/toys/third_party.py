@@ -6,9 +6,15 @@ Their policy is random, so its tokens are chosen such that it says something: so
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import json
 import os
 import tempfile
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -79,7 +85,7 @@ RECORD = {
 
 BASH = {"name": "bash", "parameters": {"properties": {"command": {"type": "string"}}}}
 ADD = {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}
-TOOLS = {"repair": [{"function": BASH}], "add_up": [{"function": ADD}]}
+TOOLS = {"repair": [{"function": BASH}], "add_up": [{"function": ADD}], "claimed": None}
 
 # The answers as the agents' own clients have read them, by the keys of their sessions.
 answered: dict[str, list[Any]] = {}
@@ -151,3 +157,41 @@ def add_up(task: AgentTask) -> float:
     return float("5" in asyncio.run(run()))
   except agents.AgentsException:  # a tool that there is not, too many turns
     return 0.0
+
+
+@contextlib.contextmanager
+def claiming(agent: Agent) -> Iterator[None]:
+  """An agent that runs by itself, and claims one episode of these settings after the other."""
+  import openai
+
+  over = threading.Event()
+
+  def post(url: str, key: str, body: dict) -> dict:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
+      return json.load(response)
+
+  def play(task: AgentTask) -> float:
+    with openai.OpenAI(base_url=task.base_url, api_key=task.key) as client:
+      messages = [{"role": "user", "content": "2+3?"}]
+      ask = functools.partial(client.chat.completions.create, extra_body={"return_token_ids": True})
+      said = note(task, ask(model=task.model, messages=messages)).choices[0].message.content
+      messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Are you sure?"}]
+      return float("5" in note(task, ask(model=task.model, messages=messages)).choices[0].message.content)
+
+  def work() -> None:
+    while not over.is_set():
+      # None waits; or the episode was cut, and the run has gone on without its reward.
+      with contextlib.suppress(urllib.error.HTTPError, openai.BadRequestError, openai.AuthenticationError):
+        task = AgentTask(**post(f"{agent.gateway.url}/sessions", agent.gateway.key, {"wait": 0.5}))
+        post(task.reward_url, task.reward_key, {"reward": play(task)})
+
+  threads = [threading.Thread(target=work) for _ in range(4)]
+  for thread in threads:
+    thread.start()
+  try:
+    yield
+  finally:
+    over.set()
+    for thread in threads:
+      thread.join()

@@ -23,6 +23,7 @@ from sao_jax.evaluation.suite_result import summarize
 from sao_jax.evaluation.suite_run import identity_of, run_suite
 from sao_jax.learner import sampler_side, setup
 from sao_jax.parallel.agreement import all_processes, shared_stop
+from sao_jax.parallel.params import checksum
 from sao_jax.report import metrics
 from sao_jax.training import phases
 
@@ -54,12 +55,15 @@ def evaluate(config: RunConfig, workdir: str, name: str, phase: str, step: str) 
     policy = phases.latest_policy(config, learner, root, phase, step)
     label = "_".join(part for part in (policy.phase, str(policy.step or "")) if part not in ("", phases.TRAIN))
     folder = root / f"suite_{suite.name}_{label}"
+
+    # A run that was begun anew comes to the same steps with other weights.
+    identity = policy.identity | {"weights": checksum(policy.params)}
     episodes = run_suite(
       config,
       sampler_side.make_publisher(learner)(policy.params),
       policy.version,
       folder,
-      identity_of(config, suite, data, policy.identity),
+      identity_of(config, suite, data, identity),
       runs=runs,
       processes=processes,
       share=learner.share,
@@ -75,7 +79,7 @@ def evaluate(config: RunConfig, workdir: str, name: str, phase: str, step: str) 
   result = summarize(suite, episodes, runs, threshold=config.evaluation.success_threshold)
   sys.stdout.write(f"{policy.checkpoint}, version {policy.version}\n{result.table()}\n")
   tools = _TOOLS.value if suite.kind == "questions" else "repository"
-  record = policy.identity | {"checkpoint": policy.checkpoint, "tools": tools, "judge": _JUDGE_MODEL.value or None}
+  record = identity | {"checkpoint": policy.checkpoint, "tools": tools, "judge": _JUDGE_MODEL.value or None}
   path = folder.with_name(f"{folder.name}.json")
   text = json.dumps(metrics.to_json(record | result.record()), indent=2, allow_nan=False)
   path.write_text(f"{text}\n", encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from sao_jax.parallel.mesh import make_mesh
 from sao_jax.parallel.params import (
   ParamSpec,
   abstract_params,
+  checksum,
   count_params,
   init_params,
   path_names,
@@ -79,3 +82,20 @@ def test_shardings_follow_the_rules():
     32,
     32,
   )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_a_checksum_tells_one_changed_bit_and_no_devices(dtype):
+  """The sum of all bits, by numpy: of float32 as uint32, of bfloat16 as uint16."""
+  values = (np.random.default_rng(0).standard_normal((8, 16)) * 100).astype(jnp.dtype(dtype))
+  tree = {"a": {"w": jnp.asarray(values)}, "b": jnp.zeros((8,), dtype)}
+  mesh = make_mesh(MeshConfig(data=1, fsdp=-1))
+  sharded = jax.device_put(tree, jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp")))
+  assert checksum(tree) == checksum(sharded) != checksum({"a": {"v": tree["a"]["w"]}, "b": tree["b"]})
+
+  bits = values.view(f"uint{8 * values.dtype.itemsize}")
+  total = int(bits.astype(np.uint64).sum() % 2**32)
+  expected = hashlib.sha256(repr([("a/w", total), ("b", 0)]).encode()).hexdigest()[:16]
+  assert checksum(tree) == expected
+  bits[3, 5] ^= 1
+  assert checksum({"a": {"w": jnp.asarray(values)}, "b": tree["b"]}) != expected

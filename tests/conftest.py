@@ -20,7 +20,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # the 
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
-from toys import annotation_checks, memory_maps, selection, shared_steps  # noqa: E402
+from toys import annotation_checks, selection  # noqa: E402
 
 hypothesis.settings.register_profile(
   "sao",
@@ -31,7 +31,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("sao")
 
-annotation_checks.install()
+annotation_checks.install()  # before anything imports the package
+
+from toys import memory_maps, shared_steps  # noqa: E402
+
 shared_steps.install()
 # Tracing makes objects by the million that stay: with the default of 700 the collector takes a tenth of its time.
 gc.set_threshold(50_000, 20, 20)

@@ -28,6 +28,8 @@ _beartype = functools.partial(beartype, conf=BeartypeConf(is_pep484_tower=True))
 
 def install() -> None:
   """Replaces the functions, wherever they were imported to. Call it before anything imports the package."""
+  early = [name for name in sys.modules if name.startswith(tuple(f"sao_jax.{room}" for room in ROOMS))]
+  assert not early, f"{early[0]} was imported before its annotations could be checked"
   jaxtyping.Array = jax.Array | np.ndarray  # tests pass either
   checked = {}
   for room in ROOMS:

@@ -145,12 +145,14 @@ def test_every_override_they_mention_is_a_field():
   from configs.calculator import get_config
   from sao_jax.configuration import config_tree
   from sao_jax.environments.mixture import Mixture, Part
+  from sao_jax.environments.online_styles import OnlineStyles
   from sao_jax.environments.question_answer import QuestionAnswer
 
   config = config_tree.replace(get_config(), {"sampler.mesh.data": 1})  # a section that is None by default
   mixture = Mixture((Part(config.environment), Part(QuestionAnswer("questions.jsonl"))))
   known = {path for path, _, _ in config_tree.leaves(config)}
-  known |= {path for path, _, _ in config_tree.leaves(mixture, "environment.")}
+  for environment in (mixture, OnlineStyles()):
+    known |= {path for path, _, _ in config_tree.leaves(environment, "environment.")}
   mentioned = set(re.findall(r"--config\.([a-z0-9_.]+)\b", everything()))
   assert len(mentioned) > 15 and mentioned <= known
 

@@ -20,9 +20,10 @@ def frozen_heap(*, growth: float = GROWTH, seconds: float = SECONDS) -> Iterator
 
   A full collection walks all objects and lets no thread run meanwhile: neither the event loops of rollouts and gateway
   nor the sampler's thread. There are some hundred thousand of jax alone, and hundreds for each episode in flight.
-  So those that exist now, and later ones that have survived two collections, are hidden from the next ones. They are
-  freed as ever once nothing refers to them. Those that refer to each other wait for a collection that looks at all, as
-  the next full one does after memory has grown or time has passed: neither garbage nor a pause comes often.
+  So those that exist now, and later ones that are alive after a collection of more than the youngest, are hidden from
+  the next ones. They are freed as ever once nothing refers to them. Those that refer to each other wait for a
+  collection that looks at all, as the next full one does after memory has grown or time has passed: neither garbage
+  nor a pause comes often.
 
   Args:
     growth: of the peak of resident memory since all was looked at, before it is again.

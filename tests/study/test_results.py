@@ -109,6 +109,13 @@ def test_the_interval_alone_decides_a_claim(interval, expected, than, said):
   assert verdict(claim, row(*interval, seeds=4)) == verdict(claim, None) == NOT_RUN
 
 
+def test_a_difference_is_decided_by_the_seeds_that_both_have():
+  compared = Claim("GRPO ends below SAO", "", "toy", "grpo", "ev", "lower")
+  alone = dataclasses.replace(compared, than=0.5)
+  own, few = row(-0.2, -0.3, -0.1), row(0.3, 0.2, 0.4, seeds=2)
+  assert (verdict(compared, own, own), verdict(compared, own, few), verdict(alone, own, few)) == (YES, NOT_RUN, YES)
+
+
 def test_the_page_of_claims_has_the_figures_of_the_tables(published):
   claims = (
     Claim("Groups win", "no", "toy", "grpo", "heldout_success", "higher"),

@@ -23,7 +23,12 @@ WARM_UP = (
 )
 GROUPS = (
   "Batches of group methods have a fourth of the prompts, so that their mean reward is noisier "
-  "(`reward_mean:noise` in [stability](stability/table.md)), and a part of their dips is that noise."
+  "(`reward_mean:noise` in [stability](stability/table.md)). White noise of these sizes alone makes dips that are .06 "
+  "to .07 deeper than those of the other methods: a difference of that size says nothing of the method."
+)
+FEW = (
+  "The five changes of explained variance are -.014 to .190: by Student's t their mean lies between -.016 and .190, "
+  "which does not exclude that nothing rises."
 )
 CLAIMS = (
   Claim("DIS alone ends below SAO", "94.2 against 97.3", "stability", "sao_dis_only", SUCCESS, "lower"),
@@ -41,15 +46,15 @@ CLAIMS = (
   Claim("VAPO ends below SAO, at the largest lag", "", "stability_lag16", "vapo_lag16", SUCCESS, "lower"),
   Claim("GRPO falls within 1000 updates", "near update 160", "long_runs", "grpo_1000", DIP, "higher"),
   Claim("VAPO falls within 1000 updates", "near update 90", "long_runs", "vapo_1000", DIP, "higher"),
-  Claim("GRPO + DIS breaks before SAO, rate 3e-3", "", "high_rate", "grpo_dis_3e-3", SUCCESS, "lower"),
-  Claim("GRPO breaks before SAO, rate 3e-3", "", "high_rate", "grpo_3e-3", SUCCESS, "lower"),
-  Claim("VAPO breaks before SAO, rate 3e-3", "", "high_rate", "vapo_3e-3", SUCCESS, "lower"),
-  Claim("DIS alone breaks before SAO, rate 3e-3", "", "high_rate", "sao_dis_only_3e-3", SUCCESS, "lower"),
-  Claim("A running mean breaks before SAO, rate 3e-3", "", "high_rate", "running_mean_global_3e-3", SUCCESS, "lower"),
+  Claim("GRPO + DIS ends below SAO, rate 3e-3", "", "high_rate", "grpo_dis_3e-3", SUCCESS, "lower"),
+  Claim("GRPO ends below SAO, rate 3e-3", "", "high_rate", "grpo_3e-3", SUCCESS, "lower"),
+  Claim("VAPO ends below SAO, rate 3e-3", "", "high_rate", "vapo_3e-3", SUCCESS, "lower"),
+  Claim("DIS alone ends below SAO, rate 3e-3", "", "high_rate", "sao_dis_only_3e-3", SUCCESS, "lower"),
+  Claim("A running mean ends below SAO, rate 3e-3", "", "high_rate", "running_mean_global_3e-3", SUCCESS, "lower"),
   Claim("Few tokens are rejected", "at most .006", "stability", "sao", REJECTED, "lower", than=0.006),
   Claim("One critic update explains less than two", "curves", "critic", "sao_k1", EXPLAINED, "lower"),
   Claim("One critic update ends below two", "95.0 against 97.3", "critic", "sao_k1", SUCCESS, "lower"),
-  Claim("Explained variance rises", ".25 to .60", "critic", "sao", "explained_variance:change", "higher", than=0.0),
+  Claim("Explained variance rises", ".25 to .60", "critic", "sao", "explained_variance:change", "higher", 0.0, FEW),
   Claim("An unfrozen critic's gradients jump", "up to 10 for 3 to 5", "critic", "sao_full_critic", SPIKES, "higher"),
   Claim("An unfrozen critic ends below", "90.6 against 97.3", "critic", "sao_full_critic", SUCCESS, "lower"),
   Claim("Step-average ends below tokens", "85.8 against 89.8", "credit", "sao_step_average", SUCCESS, "lower"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -20,11 +21,14 @@ SETTINGS = SimulatedLatency(Calculator(), mean=2.0, sigma=1.0)
 
 
 def play(settings: SimulatedLatency, monkeypatch):
-  """(waits, observations) of one episode; nothing really sleeps."""
-  waits = []
+  """(waits, observations) of one episode; nothing really sleeps here, but servers in other threads do."""
+  waits, really_sleep, own = [], asyncio.sleep, threading.get_ident()
 
   async def sleep(seconds):
-    waits.append(seconds)
+    if threading.get_ident() == own:
+      waits.append(seconds)
+    else:
+      await really_sleep(seconds)
 
   monkeypatch.setattr(asyncio, "sleep", sleep)
 
@@ -55,7 +59,9 @@ def test_every_step_waits_and_nothing_else_changes(monkeypatch):
 def test_with_a_tick_answers_come_at_its_multiples(monkeypatch):
   """Nothing really waits here, so the clock stands: a wait is the way to the first tick that is not too early."""
   now = 100.3
-  monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda loop: now)
+  real_time, own = asyncio.BaseEventLoop.time, threading.get_ident()
+  stand = lambda loop: now if threading.get_ident() == own else real_time(loop)
+  monkeypatch.setattr(asyncio.BaseEventLoop, "time", stand)
   (plain, _), (waits, _) = play(SETTINGS, monkeypatch), play(dataclasses.replace(SETTINGS, tick=0.25), monkeypatch)
   for asked, wait in zip(plain, waits, strict=True):
     assert asked <= wait < asked + 0.25 and (now + wait) % 0.25 == pytest.approx(0.0, abs=1e-9)

@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 from tools import notebooks
 from toys import processes
-from toys.paths import REPOSITORY
+from toys.paths import ABSOLUTE_PATH, REPOSITORY
 
 each_notebook = pytest.mark.parametrize("path", notebooks.paths(), ids=lambda path: path.stem)
 PICTURE = 100_000  # characters, of the longest one
 CELL, FUNCTION = 45, 20  # lines of the longest ones
 # Folders of a machine; addresses have a host before them.
-ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:home|root|tmp|work|usr|var|opt|mnt|data|content|Users|private)/\w")
 MEMORY = re.compile(r"\b0x[0-9a-f]{6,}")
 
 
@@ -72,7 +71,7 @@ def test_outputs_are_stored_and_are_those_of_the_code(path):
 def test_what_is_stored_names_no_machine_and_is_small(path):
   notebook = notebooks.read(path)
   said = json.dumps([cell.outputs for cell in notebooks.code_cells(notebook)])
-  assert not ABSOLUTE.search(said) and not MEMORY.search(said) and str(REPOSITORY) not in said
+  assert not ABSOLUTE_PATH.search(said) and not MEMORY.search(said) and str(REPOSITORY) not in said
   assert len(platform.node()) < 4 or platform.node() not in said
   assert max(map(len, notebooks.pictures(notebook))) < PICTURE
   assert path.stat().st_size < 1_000_000

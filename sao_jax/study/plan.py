@@ -78,6 +78,10 @@ class Study:
     """Seed by seed, so that a study that was stopped early has whole seeds."""
     return (Run(variant, seed) for seed in self.seeds for variant in self.variants)
 
+  def fields_of(self, variant: str) -> dict[str, Any]:
+    """All that the runs of a variant set."""
+    return dict(self.fields) | dict(self.variants[variant])
+
   @property
   def compared_with(self) -> str:
     """The variant that the others are compared with."""

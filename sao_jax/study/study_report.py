@@ -15,7 +15,7 @@ from sao_jax.study.overlay import write_pictures
 from sao_jax.study.plan import Study
 from sao_jax.study.run_lines import RunLine, line_of, read_lines, write_lines
 from sao_jax.study.series import Axis
-from sao_jax.study.study_runs import read_record
+from sao_jax.study.study_runs import done_record
 
 RUNS, TABLE, PAGE = "runs.jsonl", "table.json", "table.md"
 UNKNOWN = Interval(*[float("nan")] * 3)
@@ -37,6 +37,7 @@ def write_study_report(
 
   Raises:
     ConfigError: no run is done.
+    RunError: one was made with other settings than the study's.
   """
   folder = folder or output / "report"
   lines = _done(study, output, read_lines(folder / RUNS))
@@ -60,10 +61,10 @@ def _done(study: Study, output: pathlib.Path, before: Sequence[RunLine]) -> list
   known = {(line.variant, line.seed): line for line in before}
   lines = []
   for run in study.runs:
-    record, old = read_record(output / run.folder), known.get(run)
+    record, old = done_record(study, run, output), known.get(run)
     if record is not None:
       lines.append(line_of(output / run.folder, record, study.measures, study.pictures))
-    elif old is not None and old.fields == to_json(dict(study.fields) | dict(study.variants[run.variant])):
+    elif old is not None and old.fields == to_json(study.fields_of(run.variant)):
       lines.append(old)
   return lines
 

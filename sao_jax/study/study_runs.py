@@ -118,12 +118,12 @@ def run_study(
 
 def _run(study: Study, run: Run, output: pathlib.Path, starts: _Starts, launch: Launch) -> str:
   """Trains one run, unless that is done; returns "done", or what went wrong."""
-  workdir, fields = output / run.folder, dict(study.fields) | dict(study.variants[run.variant])
-  if (record := read_record(workdir)) is not None:
-    changed = [name for name, now in (("config", study.config), ("fields", _plain(fields))) if record[name] != now]
-    if not changed:
+  workdir, fields = output / run.folder, study.fields_of(run.variant)
+  try:
+    if done_record(study, run, output) is not None:
       return "done"
-    return f"{workdir} was made with other {' and '.join(changed)}: remove it, or use another --output"
+  except RunError as error:
+    return str(error)
 
   # It begins with the networks that all variants of its seed begin with.
   try:
@@ -197,6 +197,21 @@ def read_record(workdir: pathlib.Path) -> dict[str, Any] | None:
     return json.loads((workdir / RECORD).read_text(encoding="utf-8"))
   except (OSError, ValueError):
     return None
+
+
+def done_record(study: Study, run: Run, output: pathlib.Path) -> dict[str, Any] | None:
+  """Reads the record of a study's run; None for one that is not done.
+
+  Raises:
+    RunError: it was made with another configuration or other fields than the study's.
+  """
+  workdir = output / run.folder
+  if (record := read_record(workdir)) is None:
+    return None
+  settings = {"config": study.config, "fields": _plain(study.fields_of(run.variant))}
+  if changed := [name for name, now in settings.items() if record[name] != now]:
+    raise RunError(f"{workdir} was made with other {' and '.join(changed)}: remove it, or use another --output")
+  return record
 
 
 def _write_record(study: Study, run: Run, workdir: pathlib.Path, fields: Mapping[str, Any], costs: Costs) -> None:

@@ -10,7 +10,7 @@ import pytest
 from toys.paths import ABSOLUTE_PATH, REPOSITORY
 from toys.study_toy import STUDY, SUITES, FakeLaunch, write_run
 
-from sao_jax.errors import ConfigError
+from sao_jax.errors import ConfigError, RunError
 from sao_jax.report.metrics import to_json
 from sao_jax.study import draw_curves, load_results, load_study, run_study, write_study_report
 from sao_jax.study.claims import NO, NOT_RUN, UNSEEN, YES, Claim, claims_page, load_claims, verdict
@@ -71,6 +71,13 @@ def test_a_study_that_was_stopped_and_goes_on_publishes_the_same(published, tmp_
     run_study(STUDY, output, launch=launch)
     write_study_report(STUDY, output, folder)
   assert contents(folder) == contents(published / "results/toy")
+
+
+@pytest.mark.parametrize("change", [{"fields": {"training.steps": 77}}, {"config": "configs/corridor.py"}])
+def test_runs_of_other_settings_are_not_published_as_those_of_a_study(published, change):
+  with pytest.raises(RunError, match=f"was made with other {next(iter(change))}"):
+    write_study_report(dataclasses.replace(STUDY, **change), published / "runs", published / "other")
+  assert not (published / "other").exists()
 
 
 def test_published_runs_outlive_their_folders_but_not_a_change_of_their_fields(published):
